@@ -1,6 +1,6 @@
-"""Dequantize a layout to its weight `[n, k]`: beyond 512 tokens (128 off Hopper) the product is then cuBLAS's.
+"""Dequantize a layout to its weight `[n, k]`, for cuBLAS to multiply: above 512 tokens (128 without Hopper).
 
-A CTA has 16 rows and takes their k_tiles through the same device functions as `gemv.py`; it stores 16 bytes per lane, then
+A CTA has 16 rows and processes their k_tiles with the same device functions as `gemv.py`. It stores 16 bytes per lane, then
 adds the residuals of its rows to what it stored. The dense value is rounded to the output type before the residual is added.
 """
 
@@ -103,7 +103,7 @@ def matmul(x: Tensor, layout: Layout, bias: Tensor | None, config: None = None) 
 
 
 def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool | None = None) -> Tensor:
-    """The weight [n, k] in `dtype` (float16 or bfloat16). `asm` None: inline PTX where the device has it."""
+    """The weight [n, k] in `dtype` (float16 or bfloat16). `asm` None: inline PTX if the device has it."""
     asm = supports_ptx(layout.packed_codes.device) if asm is None else asm
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     tensors, format = dequant_operands(layout, dtype, asm)

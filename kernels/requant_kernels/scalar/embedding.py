@@ -1,7 +1,7 @@
-"""Rows of a packed grid, dequantized: an embedding that is tied to the head shares its codes, so memory holds them once.
+"""Dequantize rows of a packed grid: an embedding tied to the head shares its codes, so memory holds them once.
 
-A CTA takes one token and one k_tile, and picks every bit of a code by the table of bit positions (`common/bit_layout.py`).
-Few bytes are read, so plain Triton is enough, also on AMD.
+A CTA handles one token and one k_tile, and picks every bit of a code from the table of bit positions
+(`common/bit_layout.py`). Few bytes are read, so plain Triton is enough, also on AMD.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -26,7 +26,7 @@ def lookup_kernel(
     """out `[m, K]`: rows `tokens` of the matrix; grid: (m, k_tiles)."""
     token, k_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(tokens_ptr + token)
-    # a captured graph cannot raise; no memory beyond the matrix is read
+    # a captured graph cannot raise; never read outside the matrix
     row = tl.where((row >= 0) & (row < n), row, 0)
     tile, g, rh = row // 16, row % 8, row % 16 // 8
     at = tl.arange(0, 256)
@@ -58,7 +58,7 @@ def _positions(bits: int, device: torch.device) -> Tensor:
 
 
 def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
-    """Rows [m, k] in `dtype`; a token outside of the matrix gets row 0."""
+    """Rows [m, k] in `dtype`; a token outside the matrix gets row 0."""
     out = torch.empty(len(tokens), layout.k, dtype=dtype, device=tokens.device)
     k_tiles = layout.packed_codes.shape[1]
     lookup_kernel[(len(tokens), k_tiles)](

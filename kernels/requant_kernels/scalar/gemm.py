@@ -1,12 +1,12 @@
-"""Dequantize-and-multiply for 17 to 128 tokens in plain Triton: every GPU but Hopper, and codebooks of more than 4 bits.
+"""Dequantize-and-multiply for 17 to 128 tokens in plain Triton: for GPUs other than Hopper, and codebooks above 4 bits.
 
     y = (x / column_scales) @ dense^T + x @ sparse^T + bias
 
-A CTA has 16 rows per warp, all warps share a tile of tokens, and the columns are split among CTAs (split-K). Three launches:
-the activations are put into the column order of the packed codes and transposed (`permute_kernel`); partial products are
-written in float32 (`gemm_kernel`); they are summed in a fixed order with the bias (`reduce_kernel`), or with the residuals
-too (`common/sparse_spmm.py`). Weights go from registers into the tensor cores, and the columns of one group, 128 at most, go
-in one `tl.dot`: Triton waits for every wgmma, so fewer and larger ones are better.
+A CTA has 16 rows per warp, all warps share a tile of tokens, and CTAs split the columns (split-K). There are three launches:
+`permute_kernel` puts the activations into the column order of the packed codes and transposes them, `gemm_kernel` writes
+float32 partial products, and `reduce_kernel` sums them in a fixed order with the bias; with residuals,
+`common/sparse_spmm.py` does the last step. Weights go from registers into the tensor cores, the columns of one group (128 at
+most) in one `tl.dot`: Triton waits for every wgmma, so fewer and larger ones are better.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -70,7 +70,7 @@ def _weight_operand(steps, WARPS: tl.constexpr, PART: tl.constexpr, K32: tl.cons
 
 @triton.jit
 def _by_row(value, WARPS: tl.constexpr):
-    """A value per row `[t, g, warp, tile, rh]`, equal for all t -> float32 `[16 WARPS]`."""
+    """A value per row `[t, g, warp, tile, rh]`, the same for all t -> float32 `[16 WARPS]`."""
     rows = tl.reshape(tl.permute(value, (2, 3, 4, 1, 0)), [16 * WARPS, 4])
     return tl.sum(rows.to(tl.float32), 1) * 0.25
 
@@ -82,12 +82,12 @@ def gemm_kernel(
 ):  # fmt: skip
     """partial `[splits, TOKENS, 16 tiles]`; grid: (tiles / WARPS, splits of `steps` k_tiles).
 
-    Grid steps stay in units of `grid_step` until the end.
+    The result stays in units of `grid_step` until the end.
     """
     BITS: tl.constexpr = FORMAT.bits
     GROUP: tl.constexpr = FORMAT.group_size
     GROUPS: tl.constexpr = FORMAT.groups
-    K32: tl.constexpr = GROUP // 32 if GROUP > 0 and GROUP < 128 else 4  # units of 32 columns of one tl.dot
+    K32: tl.constexpr = GROUP // 32 if GROUP > 0 and GROUP < 128 else 4  # units of 32 columns per tl.dot
     tiles = tl.minimum(tl.program_id(0) * WARPS + tl.arange(0, WARPS), last_tile).to(tl.int64)[:, None]
     row = tl.program_id(0) * WARPS * 16 + tl.arange(0, 16 * WARPS)
     split = tl.program_id(1)
@@ -131,7 +131,7 @@ def reduce_kernel(
     partial_ptr, bias_ptr, y_ptr, n, n_rows, stride_y, SPLIT_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = the partial products in order, and the bias; grid: (rows / BLOCK, tokens)."""
+    """y = the sum of the partial products in order, plus the bias; grid: (rows / BLOCK, tokens)."""
     row, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     y = tl.zeros([BLOCK], tl.float32)
     wait_for_previous_launch(PDL, True)
@@ -150,7 +150,7 @@ def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
 def gemm(
     x: Tensor, layout: Layout, bias: Tensor | None, config: GemmConfig, *, asm: bool | None = None
 ) -> Tensor:
-    """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous. `asm` None: inline PTX where the device has it."""
+    """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous. `asm` None: inline PTX if the device has it."""
     m, k = x.shape
     tokens = max(16, triton.next_power_of_2(m))
     tiles, k_tiles = layout.packed_codes.shape[0], triton.cdiv(k, 256)

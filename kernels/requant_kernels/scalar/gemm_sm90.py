@@ -1,21 +1,21 @@
-"""17 to 512 tokens on Hopper: weights are dequantized while wgmma multiplies the ones before them; every format with a PTX
-decoder.
+"""17 to 512 tokens on Hopper, for every format with a PTX decoder: dequantization overlaps with the wgmma of the previous
+weights.
 
 Why it exists: wgmma takes the left operand from registers, so weights need no shared memory, and it runs asynchronously.
 Triton waits for every such wgmma; Gluon leaves the waits to the kernel. So a warp group dequantizes a k64_stage (64
-columns, `gemm_sm90_ptx.py`), issues its wgmma, waits for the one *before* it, and dequantizes the next: two stages are in
-registers, one of them being multiplied. From 17 tokens on it is the fastest kernel here; beyond 512,
-dequantizing the matrix for cuBLAS is.
+columns, `gemm_sm90_ptx.py`), issues its wgmma, waits for the *previous* one, and dequantizes the next: two stages are in
+registers, one of them being multiplied. It is the fastest kernel here from 17 tokens on; above 512,
+dequantizing the matrix for cuBLAS is faster.
 
     packed codes of k_tile b + 1    loading ........................................  (registers)
     dequantize                      b.0   b.1   b.2   b.3   b+1.0
     wgmma                                 b.0   b.1   b.2   b.3
     activations of k_tile b + 1     TMA .........                                (two stages of 256 columns in shared memory)
 
-A CTA owns 16 W R rows and N tokens; each of its W warps dequantizes R row tiles. The scale of a group is applied to the
-weights, since one accumulator takes all columns. Activations come in the order of the packed codes (`permute.py`); K is
-split among CTAs, and `splitk_reduce.py` adds the partial sums in a fixed order. Without residuals and with one split, y
-is written directly.
+A CTA owns 16 W R rows and N tokens; each of its W warps dequantizes R row tiles. Group scales are applied to the weights,
+since one accumulator covers all columns. Activations come in the order of the packed codes (`permute.py`). CTAs split K,
+and `splitk_reduce.py` adds the partial sums in a fixed order. Without residuals and with one split, the kernel writes y
+directly.
 
 Residuals become part of the weights (`gemm_sm90_residuals.py`), so they cost the same for any number of tokens.
 """
@@ -61,11 +61,11 @@ class KernelConfig:
     """The compile-time constants of one launch."""
 
     dequant: ptx.Dequant
-    tokens: int  # N, of a CTA
+    tokens: int  # N, per CTA
     num_warps: int
-    tiles: int  # R, row tiles of a warp
+    tiles: int  # R, row tiles per warp
     prefetch_at: int  # the k64_stage during which the packed codes of the next k_tile are loaded
-    x_stages: int  # stages of activations that are allocated; two are used
+    x_stages: int  # allocated stages of activations; two are used
     residual_smem: str | None  # PTX that declares the shared memory of residuals
     direct: bool  # whether the output is y, not partial sums
     pdl: bool
@@ -73,7 +73,7 @@ class KernelConfig:
 
 @gluon.constexpr_function
 def _output_layout(W, R):
-    """Of y, transposed: eight consecutive rows per lane."""
+    """The layout of y, transposed: eight consecutive rows per lane."""
     lanes = min(32, 2 * W * R)
     return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, W], [0, 1])
 
@@ -152,7 +152,7 @@ def gemm_sm90_kernel(
             x = x_smem.index(stage).slice(64 * q, 64, dim=1).permute((1, 0))
             acc = warpgroup_mma(weight, x, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-            if q == 0:  # every warp has multiplied the k_tile before this one: its stage is free
+            if q == 0:  # every warp has multiplied the previous k_tile: its stage is free
                 gl.thread_barrier()
                 wanted = (following - first < steps) & (step > 0)
                 _load_activations(x_desc, token, following, k_tiles, end, full.index(1 - stage), x_smem.index(1 - stage),
@@ -164,7 +164,7 @@ def gemm_sm90_kernel(
 
 @gluon.jit
 def _tiles_of_codes(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
-    """`lane_and_tiles` in the layout of the codes: the tile's number in the matrix."""
+    """`lane_and_tiles` in the layout of the codes: the tile's index in the matrix."""
     L: gl.constexpr = codes_layout(W, R)
     r = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
     w = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
@@ -219,7 +219,7 @@ def _group_operands(scales, zeros, q, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_codes(codes_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
-    """The packed codes of a k_tile. Beyond `end` whatever is there: it meets activations that are zero."""
+    """The packed codes of a k_tile. Past `end` the values are arbitrary: they are multiplied by zero activations."""
     BITS: gl.constexpr = CONFIG.dequant.bits
     L: gl.constexpr = codes_layout(CONFIG.num_warps, CONFIG.tiles)
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
@@ -235,7 +235,7 @@ def _load_codes(codes_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_scales(scales_ptr, zeros_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constexpr):
-    """Scales and zero points of a k_tile; none where a row has one."""
+    """Scales and zero points of a k_tile; none if a row has one scale."""
     scales = ()
     zeros = ()
     if DEQUANT.groups > 0:
@@ -259,7 +259,7 @@ def _load_groups(pointer, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constex
 
 @gluon.jit
 def _like_codes(low, high, W: gl.constexpr, R: gl.constexpr):
-    """What belongs to rows g and g + 8, each `[R, W, 32]` -> `[R, W, 32, (kh rh)]`."""
+    """Values of rows g and g + 8, each `[R, W, 32]` -> `[R, W, 32, (kh rh)]`."""
     both = gl.reshape(gl.join(low, high), [R, W, 32, 1, 2])
     both = both + gl.zeros([R, W, 32, 2, 2], gl.int32, layout=gl.AutoLayout())
     return gl.convert_layout(gl.reshape(both, [R, W, 32, 4]), codes_layout(W, R))
@@ -332,7 +332,7 @@ def _store(y, scales_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
-    """Up to 512 tokens of every format whose decoder is PTX, with residuals in COO order or without."""
+    """Up to 512 tokens of every format with a PTX decoder, without residuals or with residuals in COO order."""
     coo = layout.sparse is None or layout.sparse.coo is not None
     return num_tokens <= 512 and coo and has_ptx_decoder(layout.format, layout.bits)
 
@@ -378,7 +378,7 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Co
 def launch_constants(
     dequant: ptx.Dequant, config: GemmSm90Config, *, sparse: bool, direct: bool
 ) -> dict[str, object]:
-    """The constants and options of a launch; cached, for `launch` knows them by identity."""
+    """The constants and options of a launch; cached, because `launch` compares them by identity."""
     tiles = config.num_warps * config.tiles_per_warp
     kernel_config = KernelConfig(
         dequant=dequant, tokens=config.tokens_per_cta, num_warps=config.num_warps, tiles=config.tiles_per_warp, 

@@ -1,4 +1,4 @@
-"""Launches of `gemm_sm90.py`. Those of `trellis/gemm_sm90.py` have the same fields (`trellis/gemm_sm90_launch.py`)."""
+"""Launches of `gemm_sm90.py`. `trellis/gemm_sm90.py` has the same fields (`trellis/gemm_sm90_launch.py`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from requant_kernels.launch_config import ROWS, Launch, LaunchConfig, Shape, til
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSm90Config(LaunchConfig):
-    """A CTA has `tokens_per_cta` and `num_warps` x `tiles_per_warp` x 16 rows; K is divided among `split_k` CTAs."""
+    """A CTA has `tokens_per_cta` and `num_warps` x `tiles_per_warp` x 16 rows; `split_k` CTAs split K."""
 
     tokens_per_cta: int = 64
     num_warps: int = 4
@@ -21,7 +21,7 @@ class GemmSm90Config(LaunchConfig):
 
 
 def gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
-    """16 warps an SM, or one CTA of 8 where accumulators or residuals take the registers of the others."""
+    """16 warps per SM, or one CTA of 8 if accumulators or residuals need the registers of the others."""
     ctas_at_once = num_sms(device)
     if shape.m_bucket > 64:
         num_warps = 8
@@ -36,7 +36,7 @@ def gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     return GemmSm90Config(tokens_per_cta=tokens, num_warps=num_warps, split_k=split_k)
 
 
-# tokens, warps and tiles of a CTA, the step at which codes are loaded; splits of K
+# tokens, warps and tiles per CTA, the step at which codes are prefetched; splits of K
 LAUNCHES = [
     ((32, 4, 1, 0), (1, 2, 3, 4, 6, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 3, 4, 6, 8)),
     ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
@@ -57,7 +57,7 @@ def candidates(_shape: Shape) -> Sequence[GemmSm90Config]:
 
 
 def makes_sense(config: GemmSm90Config, shape: Shape) -> bool:
-    """Whether tokens fill CTAs and, where K is split, those are no more than an H200 holds at once."""
+    """Whether the tokens fill CTAs and, with split-K, all CTAs are resident on an H200 at once."""
     tokens, k_tiles = shape.m_bucket, shape.k // 256
     tiles = config.num_warps * config.tiles_per_warp
     ctas = -(-shape.n // (ROWS * tiles)) * -(-tokens // config.tokens_per_cta) * config.split_k

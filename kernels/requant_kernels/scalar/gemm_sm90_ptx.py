@@ -1,13 +1,13 @@
 """PTX of `gemm_sm90.py`: packed codes to scaled weights, a *k64_stage* at a time.
 
 A k64_stage is a quarter of a k_tile: 16 rows x 64 columns per row tile, four mma_k16 (`bit_layout.py`), of which a lane
-holds 16 registers over both operands. 64 columns of 16 bits are one line of swizzled shared memory. `dequant_k64_ptx` is
-made from the lines of `grid_dequant_ptx` and `codebook_dequant_ptx`: those of other stages are dropped, and one more
-multiplication per pair of weights applies the scale of their group, so that one accumulator serves a whole row. With
-residuals (`gemm_sm90_residuals.py`) that multiplication becomes a fused multiply-add: the residual, or zero, is its addend,
+holds 16 registers over both operands. 64 columns of 16 bits are one line of swizzled shared memory. `dequant_k64_ptx` reuses
+the lines of `grid_dequant_ptx` and `codebook_dequant_ptx`: it drops those of other stages, and adds one multiplication per
+pair of weights by the scale of their group, so that one accumulator serves a whole row. With residuals
+(`gemm_sm90_residuals.py`) that multiplication becomes a fused multiply-add: the residual, or zero, is its addend,
 and costs nothing but its load.
 
-A weight is rounded to the type of the activations once, as in the dequantized matrix. Scales of a grid stay below 128.
+A weight is rounded once to the type of the activations, as in the dequantized matrix. Scales of a grid stay below 128.
 """
 
 import re
@@ -24,8 +24,8 @@ from requant_kernels.common.dequant_ptx import (
 from requant_kernels.common.packing import k_tiles_per_scale, scales_per_k_tile
 from requant_kernels.common.ptx import Ptx, broadcast_pair_ptx, inline_ptx
 
-MMA_PER_STAGE = 4  # mma_k16 of a k64_stage
-K64_STAGES = 4  # of a k_tile
+MMA_PER_STAGE = 4  # mma_k16 per k64_stage
+K64_STAGES = 4  # per k_tile
 
 
 @cache
@@ -35,7 +35,7 @@ def dequant_k64_ptx(
     """The four mma_k16 of a k64_stage, scaled; `groups` scales per k_tile, 0: the kernel scales rows at its end.
 
     Operands: four outputs; `bits` packed codes; a codebook's tables; the pairs (scale, scale) of the stage's groups; with
-    `zeros` their pairs -(zero + bias) * GRID_STEP (one pair where a row has one); with `sparse` four pairs of residuals.
+    `zeros` their pairs -(zero + bias) * GRID_STEP (one pair if a row has one); with `sparse` four pairs of residuals.
     """
     half, quarter = divmod(stage, K64_STAGES // 2)
     own = max(1, groups // K64_STAGES)  # groups of this stage
@@ -52,7 +52,7 @@ def dequant_k64_ptx(
         if index < len(names):
             return f"${names[index]}"
         group = index - len(names) - (quarter * own if groups > 2 else 0)
-        return f"$zero{group if 0 <= group < own else 0}"  # in a line that is dropped any will do
+        return f"$zero{group if 0 <= group < own else 0}"  # arbitrary in lines that are dropped
 
     registers, lines, kind = list(source.registers), [], dtype.replace("fp", "f")
     for line in source.lines:
@@ -87,9 +87,9 @@ class Dequant:
 
     bits: int
     codebook: bool
-    group: int  # columns of a scale; 0: one per row
+    group: int  # columns per scale; 0: one per row
     tables: int  # registers of a row's lookup tables
-    grid_step: float  # what one step of a grid is worth before it is scaled
+    grid_step: float  # the value of one grid step before scaling
     stages: tuple[Ptx, ...]  # by k64_stage
     scale_pairs: Ptx
     zero_pairs: Ptx
@@ -108,7 +108,7 @@ class Dequant:
 def dequant(
     format: str, bits: int, dtype: str, group: int, *, zeros: bool = False, sparse: bool = False
 ) -> Dequant:
-    """Of a format; with residuals a scale per row is applied to the weights too, not to the sums."""
+    """The `Dequant` of a format; with residuals a scale per row is applied to the weights too, not to the sums."""
     groups = scales_per_k_tile(group) or int(sparse and format == "grid")
     step = GRID_STEP[dtype]
     return Dequant(

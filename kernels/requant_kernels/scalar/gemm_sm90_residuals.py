@@ -1,10 +1,10 @@
 """Residuals of `gemm_sm90.py`: they become part of the weights, so they cost the same for any number of tokens.
 
 The COO entries of a k64_stage (`common/sparse.py`) are scattered into a zeroed tile of shared memory that belongs to the
-warp, every lane loads those of its weights as addends of its dequantization (`gemm_sm90_ptx.py`), and the same stores with
-zeros clear the tile again. No warp waits for another for that.
+warp. Every lane loads the residuals of its weights as addends of its dequantization (`gemm_sm90_ptx.py`), and the same
+stores with zeros then clear the tile. None of this makes warps wait for each other.
 
-A lane holds two entries of a k_tile, in registers from one k_tile to the next. Where a k_tile has more than 64, the rest is
+A lane holds two entries of a k_tile, in registers from one k_tile to the next. If a k_tile has more than 64, the rest is
 read again in every k64_stage.
 """
 
@@ -19,7 +19,7 @@ from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
 from requant_kernels.common.wgmma import codes_layout
 from requant_kernels.scalar.gemm_sm90_ptx import MMA_PER_STAGE
 
-TILE_BYTES = gl.constexpr(2048)  # of the residuals of a row tile's k64_stage in shared memory
+TILE_BYTES = gl.constexpr(2048)  # residuals of a row tile's k64_stage in shared memory
 DEFAULT_SMEM = 48 << 10  # bytes of shared memory that a CTA gets without opting in to more
 NO_ENTRY = gl.constexpr(1 << 30)  # belongs to no k64_stage
 SIXTEEN = gl.constexpr((gl.int32,) * 16)
@@ -31,7 +31,7 @@ CLEAR_TILE = gl.constexpr(
         inputs={"address": "r"}, registers={"b32": "zero"},
     )
 )  # fmt: skip
-# store the value of an entry, its low half, where it belongs to this stage
+# store the value of an entry, its low half, if it belongs to this stage
 SCATTER = gl.constexpr(
     inline_ptx(
         "setp.eq.s32 p, $entry_stage, $stage;\nmov.b32 {l, h}, $entry; @p st.shared.b16 [$address], l;",
@@ -44,7 +44,7 @@ def _scatter_rest(convert: str) -> Ptx:
     """The entries of a k_tile beyond two rounds of 32, read again for every stage; `value_mask` 0 stores zeros
     instead of their values.
 
-    Ends what SCATTER began: the values are visible to every lane, or the zeros are, before another lane stores a value of
+    Completes SCATTER: the values (or zeros) are visible to every lane before another lane stores a value of
     the next stage at the same address.
     """
     return inline_ptx(
@@ -88,8 +88,9 @@ LOAD_RESIDUALS = gl.constexpr(
 def x_stages(tokens: int, tiles: int, *, sparse: bool) -> int:
     """Stages of activations, a k_tile each, to allocate; two are used.
 
-    Triton opts in to more than DEFAULT_SMEM bytes where its own allocation is larger, and does not know of the bytes that
-    `declare_smem_ptx` adds for residuals. Where only the sum is larger, its own part is enlarged, or the launch would fail.
+    Triton opts in to more than DEFAULT_SMEM bytes if its own allocation is larger, and does not know of the bytes that
+    `declare_smem_ptx` adds for residuals. If only the sum is larger, its own part is enlarged; otherwise the launch would
+    fail.
     """
     stage, declared = 512 * tokens, TILE_BYTES.value * tiles if sparse else 0
     barriers = 16
@@ -103,13 +104,13 @@ def x_stages(tokens: int, tiles: int, *, sparse: bool) -> int:
 
 @gluon.jit
 def declare(CONFIG: gl.constexpr):
-    """The shared address of the CTA's residuals, a tile for every row tile."""
+    """The shared address of the CTA's residuals, one tile per row tile."""
     return gl.inline_asm_elementwise(CONFIG.residual_smem, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_bounds(block_ptr, tiles, k_tile, k_tiles, end):
-    """Where the entries of a k_tile begin and end."""
+    """The start and end of a k_tile's entries."""
     at = tiles * (k_tiles + 1) + k_tile
     return gl.load(block_ptr + at, mask=k_tile < end, other=0), gl.load(
         block_ptr + at + 1, mask=k_tile < end, other=0
@@ -143,7 +144,7 @@ def _value_to_bf16(entry, PTX: gl.constexpr):
 
 @gluon.jit
 def _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, VALUES: gl.constexpr):
-    """Store the residuals of k64_stage q, or zeros instead of them."""
+    """Store the residuals of k64_stage q, or zeros to clear them."""
     stage = gl.full_like(base, q)
     for i in gl.static_range(2):
         value = targets[3 * i + 2] if VALUES else gl.full_like(base, 0)

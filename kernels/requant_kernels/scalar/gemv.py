@@ -1,19 +1,19 @@
 """GEMV for 1 to 16 tokens in plain Triton: `y = x @ (dense + sparse)^T`, one launch, any format and any GPU.
 
 A CTA has 16 rows, or a few tiles of 16; its warps share the columns, a k_tile of 256 at a time (`common/bit_layout.py` draws
-its bits). W is the left MMA operand, the tokens are the right one. The batch dimension of a three-dimensional `tl.dot` is
-the warp, so every warp multiplies its own k_tiles and nothing is exchanged until the end, where one `tl.sum` over the warps,
-in a fixed order, makes the result the same in every run. The dense part needs no shared memory before that sum.
+its bits). W is the left MMA operand, the tokens the right one. The batch dimension of a three-dimensional `tl.dot` is the
+warp, so every warp multiplies its own k_tiles and warps exchange nothing until the end, where one `tl.sum` over the warps,
+in a fixed order, gives the same result in every run. The dense part needs no shared memory before that sum.
 
 - **Software pipeline.** The packed codes of the next k_tiles and the next activations are loaded before the current k_tile
   is multiplied. A branch that is always taken separates the two: without it ptxas moves the loads after the arithmetic to
   save registers, and a warp waits for memory in every k_tile (14.1 -> 10.6 us at 8192 x 8192, 2 bits). Codes in flight are a
-  multistage buffer in registers; the loop body has as many k_tiles as the buffer has stages, so that no register is copied.
-- **Residuals** of one token are gathered in the same loop (`gemv_residuals.py`): the 16 rows of a tile have about equal
-  numbers of them (`common/sparse.py`). For every k_tile a thread takes `SLOTS` slots: slots are loaded two k_tiles ahead and
-  their activations one, so neither latency is exposed (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at
-  4096 x 4096). With `staged` the activations are copied to shared memory first, where a gather does not cost a cache line
-  per residual. For several tokens a launch before transposes the activations, so that a gather reads the tokens of a column
+  multistage buffer in registers; the loop body has one k_tile per stage of the buffer, so that no register is copied.
+- **Residuals** of one token are gathered in the same loop (`gemv_residuals.py`); the 16 rows of a tile have about equally
+  many (`common/sparse.py`). Per k_tile a thread takes `SLOTS` slots. Slots are loaded two k_tiles ahead and their
+  activations one, so neither latency is exposed (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x
+  4096). With `staged` the activations are first copied to shared memory, where a gather does not cost a cache line per
+  residual. For several tokens a preceding launch transposes the activations, so that a gather reads all tokens of a column
   together.
 """
 
@@ -58,18 +58,18 @@ from requant_kernels.scalar.gemv_residuals import (
     zero_sums,
 )
 
-MOST_STAGED = 18432  # columns: with the final sum they fit the 48 KB that a launch may have without opting in
+MOST_STAGED = 18432  # columns: with the final sum they fit the 48 KB that a launch may use without opting in
 # The address of `bytes` of shared memory, declared in addition to Triton's own.
 RESERVE_PTX = "{{ .shared .align 1024 .b8 activations[{bytes}];\n mov.u32 $0, activations; }}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemvTiling:
-    """Compile-time shape of a launch, one constexpr argument.
+    """The compile-time shape of a launch, as one constexpr argument.
 
     `even_k`: K is a multiple of 256 `warps`, nothing is masked along K. `sparse_tokens`: 1, or the tokens of the
-    transposed activations. `slots`: of a row, that a thread takes for every k_tile. `stages` of packed codes; one is the
-    current k_tile. `prefetch`: load the activations of the next k_tile too. `reserve_ptx`: where not None, activations
+    transposed activations. `slots`: slots of a row per thread and k_tile. `stages` of packed codes, including the
+    current k_tile. `prefetch`: also load the activations of the next k_tile. `reserve_ptx`: if not None, activations
     are staged there.
     """
 
@@ -90,7 +90,7 @@ class GemvTiling:
 
     @property
     def in_flight(self) -> int:
-        """k_tiles of every warp that are loaded ahead."""
+        """k_tiles per warp that are loaded ahead."""
         return max(self.stages - 1, 1)
 
     @property
@@ -100,7 +100,7 @@ class GemvTiling:
 
     @property
     def slot_stride(self) -> int:
-        """Distance of a thread's slots: `slot_lanes` slots of 16 rows."""
+        """Distance between a thread's slots: `slot_lanes` slots of 16 rows."""
         return 16 * self.slot_lanes
 
 
@@ -123,7 +123,7 @@ def load_activations(x_ptr, token, stride_x, k_tile, k_tiles, K, EVEN_K: tl.cons
 @triton.jit
 def _multiply_k_tile(acc, loaded, row_constants, x, like_ptr, levels_ptr, tiles, FORMAT: tl.constexpr,
                      ZEROS: tl.constexpr, TILING: tl.constexpr):  # fmt: skip
-    """acc `[warp, rows, tokens]` += k_tile @ x; where groups have scales, their sums are scaled one group at a time."""
+    """acc `[warp, rows, tokens]` += k_tile @ x; with group scales, the sums are scaled one group at a time."""
     WARPS: tl.constexpr = TILING.warps
     TILES: tl.constexpr = TILING.tiles
     TOKENS: tl.constexpr = TILING.tokens
@@ -160,7 +160,7 @@ def gemv_kernel(
     EVEN_K: tl.constexpr = TILING.even_k
     SLOTS: tl.constexpr = TILING.slots
     SPARSE: tl.constexpr = slice_ptr is not None
-    # where TILES does not divide the number of tiles, the last tile is computed, and written, more than once, equally
+    # if TILES does not divide the number of tiles, the last tile is computed and written more than once, identically
     tiles = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), last_tile).to(tl.int64)
     tiles = tiles[None, :]
     position = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, 16 * TILES) // 16, last_tile).to(tl.int64)
@@ -168,7 +168,7 @@ def gemv_kernel(
     k_tiles = tl.cdiv(K, 256)
     warp = tl.arange(0, WARPS)
 
-    # Prologue: weights do not depend on the kernel before, so their loads come before the PDL wait.
+    # Prologue: weights do not depend on the previous kernel, so their loads come before the PDL wait.
     row_constants = load_row_constants(scales_ptr, zeros_ptr, tiles, FORMAT, WARPS, TILES)
     if SPARSE:
         slot, end, left = first_slot(slice_ptr, position, iterations, TILING)
@@ -176,7 +176,7 @@ def gemv_kernel(
         slot += SLOTS * TILING.slot_stride
         upcoming = load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
     IN_FLIGHT: tl.constexpr = TILING.in_flight
-    buffer = ()  # k_tiles in flight, of every warp
+    buffer = ()  # every warp's k_tiles in flight
     for stage in tl.static_range(IN_FLIGHT):
         first = (stage * WARPS + warp)[:, None]
         loaded = load_k_tile(
@@ -202,7 +202,7 @@ def gemv_kernel(
             gathered = gathered + (gather(x_sparse_ptr, current[i][0], base, TILING),)
         sums = zero_sums(TILING)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, TOKENS // 8)[None, :]
-    token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
+    token = tl.minimum(token, M - 1)  # the surplus columns are computed but never stored
     acc = tl.zeros([WARPS, 16 * TILES, TOKENS], tl.float32)
     if TILING.prefetch:
         next_x = load_activations(x_ptr, token, stride_x, warp, k_tiles, K, EVEN_K)
@@ -210,7 +210,7 @@ def gemv_kernel(
     for iteration in range(iterations):
         for stage in tl.static_range(STAGES):
             k_tile = (iteration * STAGES + stage) * WARPS + warp
-            # masked: loads beyond the matrix would prolong the end
+            # masked: loads beyond the matrix would lengthen the tail
             ahead = (k_tile + IN_FLIGHT * WARPS)[:, None]
             loaded = load_k_tile(codes_ptr, scales_ptr, zeros_ptr, tiles, ahead, k_tiles, FORMAT, False)
             buffer = buffer + (loaded,)
@@ -258,7 +258,7 @@ def gemv_kernel(
 
 
 def slots_per_k_tile(layout: Layout, config: GemvConfig) -> int:
-    """Slots that a thread takes for every k_tile of its warp, so that most tiles have none left after the last k_tile."""
+    """Slots per thread and k_tile of its warp, chosen so that most tiles have none left after the last k_tile."""
     assert layout.sparse is not None
     slices = layout.sparse.columns.shape[0] / layout.packed_codes.shape[0]
     steps = -(-layout.k // (256 * config.num_warps)) + 1
@@ -269,7 +269,7 @@ def slots_per_k_tile(layout: Layout, config: GemvConfig) -> int:
 def _constants(
     format: DequantFormat, max_registers: int | None, **tiling: int | bool | str | None
 ) -> Mapping[str, object]:
-    """The constexpr arguments and options of a launch; one object for equal arguments, as `launch` wants it."""
+    """The constexpr arguments and options of a launch; equal arguments return the same object, as `launch` requires."""
     options = {"num_warps": tiling["warps"], "num_stages": 1, **pdl_option(bool(tiling["pdl"]))}
     if max_registers:
         options["maxnreg"] = max_registers
@@ -284,7 +284,7 @@ def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
 def gemv(
     x: Tensor, layout: Layout, bias: Tensor | None, config: GemvConfig, *, asm: bool | None = None
 ) -> Tensor:
-    """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous. `asm` None: inline PTX where the device has it."""
+    """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous. `asm` None: inline PTX if the device has it."""
     m, k = x.shape
     asm, pdl = supports_ptx(x.device) if asm is None else asm, supports_pdl(x.device)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)

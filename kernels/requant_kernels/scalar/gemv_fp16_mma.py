@@ -3,14 +3,14 @@
 Why it exists: for several tokens `gemv.py` spends a LOP3 and an HFMA2 on two weights, and activations fill its registers.
 Here one AND makes an operand register of `mma.m16n8k16`, two weights, and nothing else is done to them
 (`gemv_fp16_mma_ptx.py` has the equations). It is the fastest kernel for 2 to 8 tokens of such a grid, and at 4 bits for one
-token of half of the shapes that were tuned. With residuals `gemv_int8_mma.py` (one token) and `gemv_sparse_mma.py` (up to
+token in half of the tuned shapes. With residuals `gemv_int8_mma.py` (one token) and `gemv_sparse_mma.py` (up to
 eight) take over.
 
 A CTA has `num_groups` warp groups. Each owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at a time,
 and warp c of every group has the same columns. Codes and scales go through the multistage buffer of `cp_async.py`. The
 activations of eight tokens are as many bytes as 4-bit codes of 32 rows, so the warps with the same columns copy them
-together, a share of the tokens each, into stages of their own, and meet at a named barrier before they multiply. The
-reduction over the warps of a group goes through the first pipeline stage.
+together, each some of the tokens, into separate stages, and synchronize at a named barrier before they multiply. The
+cross-warp reduction of a group uses the first pipeline stage.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -64,9 +64,9 @@ class KernelConfig:
     num_stages: int
     smem_units: int
     prefetch: bool  # whether the codes of a later k_tile are copied before this one is waited for
-    unit: float  # what one step of the grid is worth in the sums
+    unit: float  # the value of one grid step in the sums
     copy_x: Ptx  # in the loop
-    copy_x_first: Ptx  # before it, as cp.async groups of their own
+    copy_x_first: Ptx  # before the loop, as separate cp.async groups
     wait: Ptx
     multiply: Ptx
     pdl: bool
@@ -77,7 +77,7 @@ def gemv_fp16_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, M, K, n, last_tile, stride_x, stride_y,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8, K a multiple of 256. Grid: one CTA for every `num_groups` x `tiles` row
+    """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8, K a multiple of 256. Grid: one CTA per `num_groups` x `tiles` row
     tiles."""
     STAGE: gl.constexpr = CONFIG.stage
     W: gl.constexpr = CONFIG.num_warps
@@ -105,8 +105,8 @@ def gemv_fp16_mma_kernel(
     for s in gl.static_range(NUM_STAGES - 1):
         load_k_tile(codes, scales, to_codes + s * STAGE_BYTES, to_scales + s * STAGE_BYTES, column + s * C, k_tiles,
                     STAGE)  # fmt: skip
-    # of the tokens of its columns a warp copies its group's share. Odd tokens have the two mma_k32 of a pair swapped, so
-    # that the eight lanes that read at once meet all banks
+    # a warp copies its group's share of the tokens of its columns. Odd tokens have the two mma_k32 of a pair swapped, so
+    # that the eight lanes that read at once hit all banks
     first_token = group * (8 // CONFIG.num_groups)
     x_smem = base + NUM_STAGES * STAGE_BYTES + column * X_TILE_BYTES
     even, odd = x_smem + first_token * 512 + lane * 16, x_smem + first_token * 512 + (lane ^ 4) * 16
@@ -153,7 +153,7 @@ def gemv_fp16_mma_kernel(
 
 @gluon.jit
 def _copy_tokens(x, stride, even, odd, k_tile, k_tiles, tokens, COPY: gl.constexpr):
-    """Start copying this warp's tokens of `k_tile` `[warp, 1]`; `x`: this lane's address of the first one in k_tile 0."""
+    """Start copying this warp's tokens of `k_tile` `[warp, 1]`; `x`: this lane's address of the first token in k_tile 0."""
     address, exists = x + k_tile.to(gl.int64) * 512, (k_tile < k_tiles).to(gl.int32)
     issue(COPY, (even, odd, exists, tokens, address, stride))
 
@@ -198,18 +198,18 @@ def _reduce_and_store(acc, scales_ptr, bias_ptr, y_ptr, M, n, base, own, warp, l
 
 
 def smem_bytes(layout: GridLayout, config: Fp16MmaConfig) -> int:
-    """Of a CTA: the stages of every warp's codes and scales, and of every column's activations."""
+    """Per CTA: the stages of every warp's codes and scales, and of every column's activations."""
     codes = config.num_warps * weight_stage(layout, config.tiles_per_warp_group).bytes
     return config.num_stages * (codes + config.num_warps // config.warp_groups * X_TILE_BYTES.value)
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
-    """Up to eight tokens of a grid that `supports_grid` names, without residuals."""
+    """Up to eight tokens of a grid accepted by `supports_grid`, without residuals."""
     return num_tokens <= TOKENS and layout.sparse is None and supports_grid(layout)
 
 
 def fits(layout: GridLayout, config: Fp16MmaConfig, device: torch.device) -> bool:
-    """Whether warps divide into their groups, and a CTA of this launch has shared memory enough."""
+    """Whether the warps divide into their groups, and the CTA's stages fit in shared memory."""
     if config.num_stages < 2 or config.warp_groups not in (1, 2, 4) or config.num_warps % config.warp_groups:
         return False
     return fits_cta(allocated_bytes(smem_bytes(layout, config)), device)
@@ -230,7 +230,7 @@ def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Fp16MmaConfig)
 
 
 def gemv_fp16_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Fp16MmaConfig) -> Tensor:
-    """y [m, n] of x [m, k], m <= 8, where `supports` says so."""
+    """y [m, n] of x [m, k], m <= 8; `supports` must hold."""
     assert isinstance(layout, GridLayout)
     x, m = aligned(x), x.shape[0]
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)

@@ -19,7 +19,7 @@ class Fp16MmaConfig(LaunchConfig):
     tiles_per_warp_group: int = 1
     num_stages: int = 2  # of the multistage buffer of codes and activations
     warp_groups: int = 1
-    prefetch: bool = True  # load the next stage before waiting for the present one
+    prefetch: bool = True  # load the next stage before waiting for the current one
     max_ctas_per_sm: int | None = None
 
     @property
@@ -28,13 +28,13 @@ class Fp16MmaConfig(LaunchConfig):
 
 
 def prefers_fp16_mma(shape: Shape) -> bool:
-    """Of the tensor-core kernels of a grid: several tokens, or 4 bits without residuals."""
+    """Which tensor-core kernel of a grid: this one for several tokens, or for 4 bits without residuals."""
     return shape.m_bucket > 1 or (shape.bits == 4 and "+" not in shape.format)
 
 
 def fp16_mma(shape: Shape, device: torch.device) -> Fp16MmaConfig | None:
-    """One CTA an SM, so that activations come there once: of up to seven tiles, or of two warp groups of seven. Eight warps
-    as long as registers last: with four, times differ by a fifth from one GPU to another."""
+    """One CTA per SM, so that each SM reads the activations once: up to seven tiles, or two warp groups of seven. Eight
+    warps while registers last: with four, times differ by a fifth from one GPU to another."""
     if not prefers_fp16_mma(shape) or "+" in shape.format:
         return None
     tiles, k_tiles = tiles_of(shape)
@@ -50,7 +50,7 @@ def fp16_mma(shape: Shape, device: torch.device) -> Fp16MmaConfig | None:
     )  # fmt: skip
 
 
-# by warp groups: warps, tiles of a group, stages
+# by warp groups: warps, tiles per group, stages
 LAUNCHES = {
     1: [(4, 2, 2), (4, 2, 3), (8, 1, 3), (8, 2, 2), (8, 2, 3), (4, 7, 2), (4, 4, 2), (8, 4, 2)],
     2: [

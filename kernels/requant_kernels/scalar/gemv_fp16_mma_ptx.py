@@ -1,14 +1,14 @@
-"""PTX of `gemv_fp16_mma.py`: codes of a 2- to 4-bit grid as 16-bit floats, by one mask for two weights.
+"""PTX of `gemv_fp16_mma.py`: codes of a 2- to 4-bit grid as 16-bit floats, with one mask per two weights.
 
 A register of the left operand of `mma.m16n8k16` is a pair of 16-bit floats. In float16 a masked field of `bits` bits at bit
 s of its half is the subnormal number code * 2^(s - 24), which the tensor core multiplies at full rate: no conversion, no
 zero point. The mantissa of bfloat16 is too short for that; there one LOP3 puts the field below the exponent of 128, which
-makes 128 + code * 2^s. Products are accumulated per shift s, and joined after the columns of one scale:
+gives 128 + code * 2^s. Products are accumulated per shift s, and combined after the columns of one scale:
 
     sum (code - zero) x = sum_s 2^-s (P_s - (128 + 2^s zero) X_s)        P_s: products at bit s;  X_s: sums of their x
 
 (float16: in units of 2^-24, and without the 128.) The sums X_s are an MMA with a matrix of ones, shared by all tiles of a
-warp. Everything is exact but for the rounding of float32.
+warp. Everything is exact up to float32 rounding.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from requant_kernels.common.bit_layout import grid_fields
 from requant_kernels.common.dequant_ptx import MANTISSA_BITS
 from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx, mma_k16_types, mma_line, ptx_float
 
-# the sums of a lane: rows g and g + 8 of two tokens
+# a lane's sums: rows g and g + 8 of two tokens
 STORE_SUMS = inline_ptx(
     "st.shared.v4.f32 [$address], {$a, $b, $c, $d};",
     inputs={"address": "r"} | dict.fromkeys("abcd", "f"),
@@ -27,7 +27,7 @@ STORE_SUMS = inline_ptx(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedCodes:
-    """How the codes of one mma_k16 leave their words: parts are (word, rotation to the right, mask); all at bit `shift`."""
+    """How the codes of one mma_k16 are extracted: parts are (word, rotation to the right, mask); all at bit `shift`."""
 
     parts: tuple[tuple[int, int, int], ...]
     shift: int
@@ -49,19 +49,19 @@ def masked_codes(bits: int, dtype: str) -> tuple[MaskedCodes, ...]:
 
 
 _ONES = {"fp16": "0x3C003C00", "bf16": "0x3F803F80"}
-_OFFSET = {"fp16": 0, "bf16": 128}  # what a field rides on
-_UNIT = {"fp16": 2.0**-24, "bf16": 1.0}  # what a code at bit 0 is worth in a product
+_OFFSET = {"fp16": 0, "bf16": 128}  # the constant added to a field
+_UNIT = {"fp16": 2.0**-24, "bf16": 1.0}  # the value of a code at bit 0 in a product
 
 
 def unit_of(bits: int, dtype: str) -> float:
-    """What one step of the grid is worth in the sums of `multiply_ptx`."""
+    """The value of one grid step in the sums of `multiply_ptx`."""
     return _UNIT[dtype] * 2.0 ** min(codes.shift for codes in masked_codes(bits, dtype))
 
 
 @cache
 def multiply_ptx(bits: int, dtype: str, scales: int, tiles: int, *, zeros: bool = False) -> Ptx:
-    """acc += a k_tile of `tiles` row tiles times eight tokens. `scales`: of a row in a k_tile, 0 to 2; `zeros`: as many zero
-    points after them.
+    """acc += a k_tile of `tiles` row tiles times eight tokens. `scales`: per row and k_tile, 0 to 2; `zeros`: followed by as
+    many zero points.
 
     Operands: 4 `tiles` sums (row g of tokens 2 t and 2 t + 1, then row g + 8); whether the k_tile exists; shared addresses
     of this lane's codes, of its scales, and of its activations in even and in odd mma_k32.
@@ -102,7 +102,7 @@ def multiply_ptx(bits: int, dtype: str, scales: int, tiles: int, *, zeros: bool 
                 for e in range(4):
                     ptx.add(*_mask(codes[j], t, e, dtype))
                 ptx.mma(f"dot{t}_{codes[j].shift}_", [f"weight{e}" for e in range(4)], right, dtype, begun)
-        # of both tokens of a lane: what offset and zero point contribute, and the sums of activations that zero points meet
+        # per token of the lane: the contribution of offset and zero point, and the sums of activations for zero points
         ptx.add(*(f"mov.f32 {name}{i}, 0f00000000;" for name in ("excess", "x_sum") for i in range(2)))
         for shift in shifts if offset else [first]:
             for name, factor in (
@@ -131,7 +131,7 @@ def multiply_ptx(bits: int, dtype: str, scales: int, tiles: int, *, zeros: bool 
 
 
 class _Lines:
-    """Lines of PTX. `begun`: accumulators that hold a sum already, and words that are in registers."""
+    """Lines of PTX. `begun`: accumulators that already hold a sum, and words already in registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -147,7 +147,7 @@ class _Lines:
         self.add(mma_line("m16n8k16", mma_k16_types(dtype), own, left, right, before))
 
     def load_word(self, tile: int, word: int, rotate: int, address: str, begun: set[str]) -> None:
-        """A word of packed codes of this lane, and rotated to the right."""
+        """A word of this lane's packed codes, also rotated to the right."""
         name, rotated = f"code{tile}_{word}_", f"rot{tile}_{word}_{rotate}_"
         if name not in begun:
             self.add(f"ld.shared.v4.b32 {{{', '.join(f'{name}{e}' for e in range(4))}}}, {address};")
@@ -175,7 +175,7 @@ def _join(shifts: list[int], tile: int, *, scaled: bool, zeros: bool) -> list[st
     lines, before = [], [f"excess{i % 2}" for i in range(4)]
 
     def unpack(packed: str) -> list[str]:
-        """Of rows g and g + 8."""
+        """The values of rows g and g + 8."""
         return [f"mov.b32 {{lo, hi}}, {packed};", "cvt.f32.f16 factor0, lo;", "cvt.f32.f16 factor1, hi;"]
 
     if zeros:
@@ -195,11 +195,11 @@ def _join(shifts: list[int], tile: int, *, scaled: bool, zeros: bool) -> list[st
 
 @cache
 def copy_tokens_ptx(count: int, *, commit: bool) -> Ptx:
-    """Start copying `count` tokens of a k_tile, 512 bytes each: as a cp.async group of their own with `commit`, else with
+    """Start copying `count` tokens of a k_tile, 512 bytes each: with `commit` as a separate cp.async group, otherwise with
     the codes that are copied next.
 
-    Operands: shared addresses of this lane's 16 bytes of even and of odd tokens; whether the k_tile exists; how many tokens
-    there are; the global address of the first, and the stride in bytes.
+    Operands: shared addresses of this lane's 16 bytes of even and of odd tokens; whether the k_tile exists; the number of
+    tokens; the global address of the first, and the stride in bytes.
     """
     lines = ["setp.ne.s32 p, $exists, 0;", "mov.b64 from, $x;"]
     for i in range(count):
@@ -216,8 +216,8 @@ def copy_tokens_ptx(count: int, *, commit: bool) -> Ptx:
 
 @cache
 def wait_ptx(in_flight: int, num_groups: int) -> Ptx:
-    """Until all but the last `in_flight` cp.async groups of this lane have arrived, and those of the warps with the same
-    columns, which are number $column; named barrier 0 is the one of the whole CTA."""
+    """Wait until all but the last `in_flight` cp.async groups of this lane have arrived, and those of the warps with the
+    same columns, group number $column; named barrier 0 is the whole CTA's."""
     together = f"bar.sync barrier, {32 * num_groups};" if num_groups > 1 else SYNCWARP
     text = f"cp.async.wait_group {in_flight}; add.s32 barrier, $column, 1; {together}"
     return inline_ptx(text, inputs={"column": "r"}, registers={"b32": "barrier"})

@@ -1,30 +1,30 @@
 """One token of a 2- to 4-bit grid on int8 tensor cores, with or without 16-bit residuals; sm_90.
 
-Why it exists: decoding one token is bound by instructions, not by bytes, once unpacking takes more than about two
+Why it exists: decoding one token becomes issue-bound, not memory-bound, once unpacking takes more than about two
 instructions per weight. `gemv.py` needs one LOP3 and one HFMA2 for two weights; here one AND leaves four weights in an
 operand register of `mma.m16n8k32`, and nothing else is done to them (`gemv_int8_mma_ptx.py` has the equations). It is the
 fastest kernel for one token at 2 and 3 bits, and with residuals at 2 to 4. Without residuals at 4 bits `gemv_fp16_mma.py`
-is faster for half of the shapes that were tuned: this kernel's stages leave shared memory for too few CTAs.
+is faster for half of the tuned shapes: this kernel's stages leave shared memory for too few CTAs.
 
 A CTA owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at a time, and synchronize twice:
 
     cp.async     codes and scales of the first num_stages - 1 k_tiles, before the PDL wait (weights do not depend on x)
-    quantize     activations to 16-bit fixed point, one scale per 128, up to four k_tiles per warp side by side:
+    quantize     activations to 16-bit fixed point, one scale per 128, up to four k_tiles per warp interleaved:
                  one after the other took 6 to 11 % of the whole time
     barrier      quantized activations are in shared memory
     loop         cp.async of a later k_tile, wait for this one, MMA
     sparse       slices of residuals (below)
-    barrier      the reduction over warps goes through the pipeline buffer, without Triton's own
+    barrier      the cross-warp reduction uses the pipeline buffer, not Triton's
 
-On the inputs of a trained model float16 and fixed point together are off by 1.6e-4, float16 alone by 1.5e-4
+On the inputs of a trained model the error is 1.6e-4 with float16 and fixed point, 1.5e-4 with float16 alone
 (`eval/results/trials.json`).
 
 *Residuals* use the pipeline stages after the last weight tile (`gemv_int8_mma_residuals.py`): they are in flight while the
 last weights are multiplied, and need no shared memory of their own.
 
-The gather needs the activations unquantized as well. They get a buffer of their own, or, where that would cost a resident
-CTA per SM (28672 x 8192, 3 bits: 74 KB and three CTAs, or 90 KB and two), they are copied a second time over the
-quantized bytes that have been multiplied, and registers are capped for as many CTAs.
+The gather also needs unquantized activations. They get a separate buffer. Where that would cost a resident CTA per SM
+(28672 x 8192, 3 bits: 74 KB and three CTAs, or 90 KB and two), they are instead copied again, over quantized bytes that
+have already been multiplied, and registers are capped to fit as many CTAs.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -68,8 +68,8 @@ from requant_kernels.scalar import gemv_int8_mma_residuals as residuals
 from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 
 REGISTERS_PER_SM = 65536
-MIN_REGISTERS, MAX_REGISTERS = 80, 255  # per thread: what two tiles need; what a thread can have
-MAX_K_TILES_PER_STEP = 4  # k_tiles of activations that a warp quantizes side by side
+MIN_REGISTERS, MAX_REGISTERS = 80, 255  # per thread: what two tiles need; the hardware limit
+MAX_K_TILES_PER_STEP = 4  # k_tiles of activations that a warp quantizes interleaved
 X_TILE_BYTES = gl.constexpr(ptx.X_TILE_BYTES)
 STORE_ZEROS, LOAD_X = gl.constexpr(ptx.STORE_ZEROS), gl.constexpr(ptx.LOAD_X)
 LOAD_REDUCE, STORE_F32 = gl.constexpr(ptx.LOAD_REDUCE), gl.constexpr(ptx.STORE_F32)
@@ -88,7 +88,7 @@ class KernelConfig:
     num_stages: int
     smem_units: int
     zeros_offset: int
-    x_copy_offset: int  # of the unquantized activations that residuals gather
+    x_copy_offset: int  # unquantized activations that residuals gather
     slices_per_stage: int
     k_tiles_per_step: int
     rescale: tuple[float, ...]  # by shift class
@@ -100,7 +100,7 @@ class KernelConfig:
 
     @property
     def x_offset(self) -> int:
-        """Of the quantized activations."""
+        """Offset of the quantized activations."""
         return self.zeros_offset + ptx.X_TILE_BYTES
 
     @property
@@ -114,7 +114,7 @@ def gemv_int8_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr, bias_ptr, y_ptr,
     K, n, last_tile, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """y `[n]` = weight @ x `[K]`, K a multiple of 256. Grid: one CTA for every `CONFIG.stage.tiles` row tiles of 16."""
+    """y `[n]` = weight @ x `[K]`, K a multiple of 256. Grid: one CTA per `CONFIG.stage.tiles` row tiles of 16."""
     STAGE: gl.constexpr = CONFIG.stage
     W: gl.constexpr = CONFIG.num_warps
     R: gl.constexpr = STAGE.tiles
@@ -141,18 +141,18 @@ def gemv_int8_mma_kernel(
     if CONFIG.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # zeros: what lanes read whose columns of the right operand belong to another shift class
+    # zeros: read by lanes whose columns of the right operand belong to another shift class
     issue(STORE_ZEROS, [base + CONFIG.zeros_offset + lane * 16 + warp * 0])
     x_sums = (
         base + CONFIG.x_offset + K * 2
-    )  # the sums of activations that meet zero points, 16 bytes per 128 columns
+    )  # the sums of activations for zero points, 16 bytes per 128 columns
     x_scales = x_sums + K // 8
     x_copy = base + CONFIG.x_copy_offset
     _quantize_activations(
         x_ptr, base, x_sums, x_scales, x_copy, warp, lane, k_tiles, slice_ptr is not None, CONFIG
     )
     gl.thread_barrier()
-    # the epilogue's loads are issued here: later, memory latency would be all that is left to wait for
+    # issue the epilogue's loads here: later, their latency would be exposed
     rows = _output_rows(row_perm_ptr, warp, lane, last_tile, W, R)
     if slice_ptr is not None:
         bounds, first = (
@@ -205,8 +205,8 @@ def gemv_int8_mma_kernel(
 @gluon.jit
 def _quantize_activations(x_ptr, base, x_sums, x_scales, x_copy, warp, lane, k_tiles, SPARSE: gl.constexpr,
                           CONFIG: gl.constexpr):  # fmt: skip
-    """All activations to fixed point in shared memory, `k_tiles_per_step` k_tiles per warp at once: no branch lies between
-    their loads, which would serialize them."""
+    """Quantize all activations to fixed point in shared memory, `k_tiles_per_step` k_tiles per warp at once: a branch
+    between their loads would serialize them."""
     STEP: gl.constexpr = CONFIG.k_tiles_per_step
     W: gl.constexpr = CONFIG.num_warps
     QUANTIZE: gl.constexpr = CONFIG.quantize
@@ -243,7 +243,7 @@ def _output_rows(row_perm_ptr, warp, lane, last_tile, W: gl.constexpr, R: gl.con
 
 @gluon.jit
 def _class_addresses(base, warp, lane, W: gl.constexpr, CONFIG: gl.constexpr):
-    """For each shift class: where this lane reads its part of the right operand, and how far that moves per iteration.
+    """For each shift class: where this lane reads its part of the right operand, and the address step per iteration.
 
     Column g = lane // 4 of the operand belongs to class g // 2; for other classes the lane reads the zeros.
     """
@@ -288,7 +288,7 @@ def _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp
 
 @gluon.jit
 def _store_f32(values, address, lane):
-    """A float32 of every lane to shared memory."""
+    """Store a float32 per lane to shared memory."""
     issue(STORE_F32, [address + lane * 4, values])
 
 
@@ -297,8 +297,8 @@ def _store_f32(values, address, lane):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmemLayout:
-    """Shared memory of a CTA in bytes: how many stages, where they end, the total. With residuals also where unquantized
-    activations are, slices per stage, and the register cap where those activations are loaded twice."""
+    """Shared memory of a CTA in bytes: the number of stages, their end, the total. With residuals also the offset of the
+    unquantized activations, slices per stage, and the register cap if those activations are loaded twice."""
 
     num_stages: int
     pipeline: int
@@ -309,7 +309,7 @@ class SmemLayout:
 
 
 def smem_layout(layout: GridLayout, config: Int8MmaConfig, num_sms: int) -> SmemLayout:
-    """Stages that no k_tile reaches are not allocated. Activations for residuals are reloaded where one more CTA fits an
+    """Stages that no k_tile reaches are not allocated. Activations for residuals are reloaded if that fits one more CTA per
     SM."""
     warps, tiles = config.num_warps, config.tiles_per_cta
     iterations = -(-layout.k // (256 * warps))
@@ -335,14 +335,14 @@ def smem_layout(layout: GridLayout, config: Int8MmaConfig, num_sms: int) -> Smem
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
-    """One token of a grid that `supports_grid` names, with residuals of 16 bits or without."""
+    """One token of a grid accepted by `supports_grid`, without residuals or with 16-bit ones."""
     if num_tokens != 1 or not supports_grid(layout):
         return False
     return layout.sparse is None or layout.sparse.values.dtype == torch.float16
 
 
 def fits(layout: GridLayout, config: Int8MmaConfig, device: torch.device) -> bool:
-    """Whether a CTA of this launch has shared memory enough, and warps for its residuals."""
+    """Whether a CTA of this launch fits in shared memory, and has enough warps for its residuals."""
     if config.num_stages < 2 or (layout.sparse is not None and 2 * config.num_warps < config.tiles_per_cta):
         return False
     smem = smem_layout(layout, config, num_sms(device))
@@ -367,7 +367,7 @@ def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Int8MmaConfig)
 
 
 def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Int8MmaConfig) -> Tensor:
-    """y [1, n] of x [1, k], where `supports` says so."""
+    """y [1, n] of x [1, k]; `supports` must hold."""
     assert isinstance(layout, GridLayout)
     x = aligned(x)
     y = torch.empty(1, layout.n, dtype=x.dtype, device=x.device)

@@ -13,7 +13,7 @@ from requant_kernels.scalar.gemv_fp16_mma_launch import prefers_fp16_mma
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8MmaConfig(LaunchConfig):
-    """`num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+    """`num_warps` split K among them, for `tiles_per_cta` x 16 rows."""
 
     num_warps: int
     tiles_per_cta: int = 1
@@ -22,7 +22,7 @@ class Int8MmaConfig(LaunchConfig):
 
 
 def int8_mma(shape: Shape, device: torch.device) -> Int8MmaConfig | None:
-    """At most two CTAs an SM, and as many tiles each as that takes."""
+    """At most two CTAs per SM, with as many tiles each as that takes."""
     if prefers_fp16_mma(shape):
         return None
     tiles, k_tiles = tiles_of(shape)
@@ -40,7 +40,7 @@ ALL = [
     (16, 4, 2),
 ]  # fmt: skip
 DENSE = [(4, 1, 4), (2, 2, 4), (2, 4, 2)]
-RESIDUALS = [(4, 2, 3), (4, 3, 2), (4, 4, 2)]  # they take stages too: more of them, or wider CTAs
+RESIDUALS = [(4, 2, 3), (4, 3, 2), (4, 4, 2)]  # residuals use stages too: more stages, or wider CTAs
 
 
 def candidates(shape: Shape) -> Sequence[Int8MmaConfig]:

@@ -1,7 +1,7 @@
 """PTX of `gemv_int8_mma.py`: one token of a 2- to 4-bit grid on int8 tensor cores.
 
 A register of the left operand of `mma.m16n8k32` holds four unsigned bytes. One AND of a packed word leaves four codes in
-such a register, each somewhere inside its byte, and nothing is shifted: the MMA multiplies them as they are.
+such a register, each at some bit offset in its byte. They are not shifted: the MMA multiplies them as they are.
 
 The packed codes are those of `bit_layout.py`. mma_k32 number s (32 of the 256 columns of a k_tile) takes the even bytes
 from mma_k16 number 2 s and the odd ones from 2 s + 1; byte b of lane 4 g + t is column 32 s + 8 t + 4 (b % 2) + 2 kh + b
@@ -26,8 +26,8 @@ from functools import cache
 
 from requant_kernels.common.ptx import Ptx, inline_ptx, mma_line, ptx_float
 
-MMA_K32 = 8  # of a k_tile of 256 columns
-X_TILE_BYTES = 512  # of the quantized activations of a k_tile: mma_k32, high or low byte, t, (kh b)
+MMA_K32 = 8  # per k_tile of 256 columns
+X_TILE_BYTES = 512  # the quantized activations of a k_tile: mma_k32, high or low byte, t, (kh b)
 MAX_FIXED_POINT = 32512.0  # the high byte stays within 127
 SHIFT_CLASS = {2: (0, 1, 2, 3) * 2, 3: (0, 1, 0, 0, 1, 0, 1, 0), 4: (0, 1) * 4}  # by mma_k32
 CLASS_FACTOR = {2: (1, 4, 16, 64), 3: (2, 16, 0, 0), 4: (1, 16, 0, 0)}  # by class; 0: unused
@@ -42,12 +42,12 @@ STORE_ZEROS = inline_ptx(
     "mov.b32 zero, 0; st.shared.v4.b32 [$address], {zero, zero, zero, zero};",
     inputs={"address": "r"}, registers={"b32": "zero"},
 )  # fmt: skip
-# one row's sum over the four lanes that share it
+# a row's sum over the four lanes that share it
 LOAD_REDUCE = inline_ptx(
     "ld.shared.v4.f32 {a, b, c, d}, [$address];\nadd.f32 a, a, b; add.f32 c, c, d; add.f32 $sum, a, c;",
     outputs={"sum": "=f"}, inputs={"address": "r"}, registers={"f32": "a, b, c, d"},
 )  # fmt: skip
-# eight activations of a lane, zeros where its k_tile does not exist
+# a lane's eight activations, zeros if its k_tile does not exist
 LOAD_X = inline_ptx(
     "setp.ne.s32 p, $exists, 0;\nmov.b32 $x0, 0; mov.b32 $x1, 0; mov.b32 $x2, 0; mov.b32 $x3, 0;\n"
     "@p ld.global.v4.b32 {$x0, $x1, $x2, $x3}, [$address];",
@@ -79,8 +79,8 @@ def _extract_codes(bits: int, mma: int, element: int, tile: int) -> list[str]:
 
 @cache
 def multiply_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> Ptx:
-    """acc += a k_tile of `tiles` row tiles times the token. `scales`: of a row in a k_tile, 0 to 2; `zeros`: as many zero
-    points after them.
+    """acc += a k_tile of `tiles` row tiles times the token. `scales`: per row and k_tile, 0 to 2; `zeros`: followed by as
+    many zero points.
 
     Operands: 2 `tiles` sums, of rows g and g + 8; whether the k_tile exists; shared addresses of this lane's codes, of its
     scales, of its activations for shift classes 0 to 3, of the sums of activations, and of the activations' scales.
@@ -149,12 +149,12 @@ def multiply_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> 
 
 @cache
 def quantize_ptx(bits: int, dtype: str, *, copy: bool = False, zeros: bool = False) -> Ptx:
-    """Eight neighbouring activations of every lane to fixed point; a warp has one k_tile.
+    """Quantize eight adjacent activations per lane to fixed point; a warp has one k_tile.
 
     Operands: the activations in four registers; whether they exist; shared addresses for the bytes (of this mma_k32 and t),
-    for the sums of activations (of this 128-column group and t), for the scale (of this group); with `copy`, one where the
-    activations go unchanged. The sums are multiplied by minus the zero point of a symmetric grid, 2^(bits - 1), or with
-    `zeros` by -1. There is no branch, so that several k_tiles are computed side by side.
+    for the sums of activations (of this 128-column group and t), for the scale (of this group); with `copy`, one for the
+    unchanged activations. The sums are multiplied by minus the zero point of a symmetric grid, 2^(bits - 1), or with
+    `zeros` by -1. There is no branch, so that several k_tiles can be interleaved.
     """
     zero, half = 1 if zeros else 1 << (bits - 1), bits == 3
     inputs = {f"x{i}": "r" for i in range(4)} | dict.fromkeys(
@@ -174,7 +174,7 @@ def quantize_ptx(bits: int, dtype: str, *, copy: bool = False, zeros: bool = Fal
                 f"shl.b32 n, pair{i}, 16;", f"mov.b32 f{2 * i}, n;",
                 f"and.b32 n, pair{i}, 0xFFFF0000;", f"mov.b32 f{2 * i + 1}, n;",
             ]  # fmt: skip
-    # the largest magnitude of 128 columns: of the lane, then of 16 lanes; NaN stays NaN
+    # the largest magnitude of 128 columns: of the lane, then of 16 lanes; NaN propagates
     lines.append("abs.f32 max, f0;")
     for i in range(1, 8):
         lines += [f"abs.f32 q, f{i};", "max.NaN.f32 max, max, q;"]
@@ -204,7 +204,7 @@ def quantize_ptx(bits: int, dtype: str, *, copy: bool = False, zeros: bool = Fal
     for i in range(8):
         factor = ("even" if i < 4 else "odd") if half else "q"
         lines += [f"fma.rn.f32 f{i}, f{i}, {factor}, 0f4B400080;", f"mov.b32 v{i}, f{i};"]
-    # the sum of the integers: of the lane's eight, then of the four lanes of an mma_k32
+    # the sum of the integers: the lane's eight, then over the four lanes of an mma_k32
     offset = _as_int32(4 * 0x4B400080)
     lines += [
         "add.s32 sum, v0, v1;", "add.s32 n, v2, v3;", "add.s32 sum, sum, n;", f"sub.s32 sum, sum, {offset};",
@@ -238,7 +238,7 @@ def quantize_ptx(bits: int, dtype: str, *, copy: bool = False, zeros: bool = Fal
             f"prmt.b32 high{kh}, pair0, pair1, 0x5410;", f"prmt.b32 low{kh}, pair0, pair1, 0x7632;",
             f"xor.b32 low{kh}, low{kh}, 0x80808080;",
         ]  # fmt: skip
-    # every lane stores its bytes; lanes 0 to 3 of 16 the sums, lane 0 of 16 the scale
+    # every lane stores its bytes; lanes 0 to 3 of 16 store the sums, lane 0 of 16 the scale
     lines += [
         "@on st.shared.v2.b32 [$to_bytes], {high0, high1};", "@on st.shared.v2.b32 [$to_bytes + 32], {low0, low1};",
         "and.b32 n, lane, 12;", "setp.eq.and.s32 p, n, 0, on;", "cvt.rn.f32.s32 u, sum;", "@p st.shared.f32 [$to_sums], u;",

@@ -1,9 +1,9 @@
 """Residuals of `gemv_int8_mma.py`: sliced ELL through the pipeline stages after the last weight tile.
 
-A slice is 16 rows x 8 slots (`common/sparse.py`), rows sorted by their number of residuals. Half a warp copies a slice, each
-lane the eight slots of its row, and gathers their activations from shared memory. Of the 2 W half-warps of a CTA of R tiles,
-number h takes slices h // R, h // R + S, .. of tile h % R, with S = 2 W // R. A stage holds `slices_per_stage` of them for
-every half-warp, 1 KB per warp each. So residuals need no shared memory of their own, are in flight while the last weights
+A slice is 16 rows x 8 slots (`common/sparse.py`), rows sorted by their number of residuals. Half a warp copies a slice: each
+lane copies the eight slots of its row and gathers their activations from shared memory. Of the 2 W half-warps of a CTA of R
+tiles, number h takes slices h // R, h // R + S, .. of tile h % R, with S = 2 W // R. A stage holds `slices_per_stage` slices
+per half-warp, 1 KB per warp each. So residuals need no shared memory of their own, are in flight while the last weights
 are multiplied, and no CTA waits for slice bounds when it starts.
 """
 
@@ -20,19 +20,19 @@ from requant_kernels.common.packing import GridLayout
 from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
 from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 
-SLICE_BYTES = 1024  # of a warp: the columns of two half-warps' slices, then the values
+SLICE_BYTES = 1024  # per warp: the columns of two half-warps' slices, then the values
 MAX_SLICES_PER_STAGE = 8  # each is unrolled
-NO_SLICE = gl.constexpr(1 << 24)  # the index of a half-warp that has none: beyond every end
+NO_SLICE = gl.constexpr(1 << 24)  # slice index of a half-warp without one: beyond every end
 EIGHT = gl.constexpr((gl.int32,) * 8)
 COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
 SYNC_WARP = gl.constexpr(f"{SYNCWARP} mov.b32 $0, 0;")
-# 16 bytes of activations once more, over bytes that all lanes of the warp have multiplied
+# reload 16 bytes of activations, over bytes that all lanes of the warp have multiplied
 RELOAD_X = gl.constexpr(inline_ptx(
     f"setp.ne.s32 p, $exists, 0; {SYNCWARP}\n@p cp.async.ca.shared.global [$to], [$from], 16;",
     inputs={"to": "r", "from": "l", "exists": "r"}, registers={"pred": "p"},
 ))  # fmt: skip
-# eight slots of a lane: 16 bytes of columns and, 512 bytes further, of values; zeros where slice `index` is not below `end`
+# a lane's eight slots: 16 bytes of columns and, 512 bytes further, of values; zeros unless slice `index` is below `end`
 LOAD_SLOTS = gl.constexpr(inline_ptx(
     "setp.lt.s32 p, $index, $end; " + " ".join(f"mov.b32 ${name}{i}, 0;" for name in ("columns", "values") for i in range(4))
     + "\n@p ld.shared.v4.b32 {$columns0, $columns1, $columns2, $columns3}, [$address];"
@@ -40,7 +40,7 @@ LOAD_SLOTS = gl.constexpr(inline_ptx(
     outputs={f"{name}{i}": "=&r" for name in ("columns", "values") for i in range(4)},
     inputs={"address": "r", "index": "r", "end": "r"}, registers={"pred": "p"},
 ))  # fmt: skip
-# start copying a lane's part of a slice. The comparison is made here: made earlier, the kernel would wait for the bounds
+# start copying a lane's part of a slice. Comparing here, not earlier, keeps the kernel from waiting for the bounds
 COPY_SLOTS = gl.constexpr(inline_ptx(
     """add.s32 index, $begin, $offset; setp.lt.s32 p, index, $end;
 mad.wide.s32 column, index, 256, $columns; mad.wide.s32 value, index, 256, $values;
@@ -77,10 +77,10 @@ def sparse_fma_ptx(dtype: str) -> Ptx:
 
 
 def slices_per_stage(layout: GridLayout, config: Int8MmaConfig, warp_bytes: int) -> int:
-    """Slices of a half-warp that go into the `warp_bytes` of a stage: the fewest steps that most tiles need, evenly
+    """Slices per half-warp that go into the `warp_bytes` of a stage: the fewest steps that most tiles need, evenly
     filled."""
     assert layout.sparse is not None
-    # of most tiles: 9/8 of the mean
+    # for most tiles: 9/8 of the mean
     slices = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))
     needed = max(1, -(-slices // (2 * config.num_warps // config.tiles_per_cta)))
     steps = -(-needed // min(MAX_SLICES_PER_STAGE, warp_bytes // SLICE_BYTES))
@@ -92,14 +92,14 @@ def slices_per_stage(layout: GridLayout, config: Int8MmaConfig, warp_bytes: int)
 
 @gluon.jit
 def prefetch_slice_bounds(slice_ptr, lane, last_tile, R: gl.constexpr):
-    """Bring them to L2: `slice_bounds` loads them after quantization, which leaves no registers to wait in."""
+    """Prefetch them to L2: `slice_bounds` loads them after quantization, which leaves no registers to hold them."""
     near = gl.minimum(gl.program_id(0) * R + lane, last_tile + 1)
     issue(PREFETCH_L2, [(slice_ptr + near).to(gl.int64)])
 
 
 @gluon.jit
 def slice_bounds(slice_ptr, warp, lane, last_tile, R: gl.constexpr):
-    """Begin and end of the slices of every lane's tile, and of the CTA's first tile, which has the most."""
+    """Begin and end of the slices of each lane's tile, and of the CTA's first tile, which has the most."""
     first_tile = gl.program_id(0) * R
     tile = gl.minimum(first_tile + (warp * 2 + lane // 16) % R, last_tile)
     return (
@@ -112,7 +112,7 @@ def slice_bounds(slice_ptr, warp, lane, last_tile, R: gl.constexpr):
 
 @gluon.jit
 def first_slice(warp, lane, W: gl.constexpr, R: gl.constexpr):
-    """The first slice of its tile that every lane's half-warp takes."""
+    """The first slice of its tile that each lane's half-warp takes."""
     half = warp * 2 + lane // 16
     return gl.where(half < 2 * W // R * R, half // R, NO_SLICE)
 
@@ -133,7 +133,7 @@ def copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, stage, lane, ste
 @gluon.jit
 def multiply(ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L: gl.constexpr,
              CONFIG: gl.constexpr):  # fmt: skip
-    """The sum of every lane's residuals times their activations `[W, 32]`; slices go on through the pipeline stages."""
+    """Each lane's sum of residuals times activations `[W, 32]`; slices continue through the pipeline stages."""
     W: gl.constexpr = CONFIG.num_warps
     R: gl.constexpr = CONFIG.stage.tiles
     SLICES: gl.constexpr = CONFIG.slices_per_stage
@@ -161,7 +161,7 @@ def multiply(ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy,
 
 @gluon.jit
 def load_reduce(y, base, r, row, CONFIG: gl.constexpr):
-    """y += what the half-warps of tile `r` summed for `row`."""
+    """y += the sums of tile `r`'s half-warps for `row`."""
     R: gl.constexpr = CONFIG.stage.tiles
     for s in gl.static_range(2 * CONFIG.num_warps // R):
         half = s * R + r

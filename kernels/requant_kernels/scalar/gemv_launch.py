@@ -11,21 +11,21 @@ from requant_kernels.launch_config import Launch, LaunchConfig, Shape, tiles_of,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemvConfig(LaunchConfig):
-    """`num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+    """`num_warps` split K among them, for `tiles_per_cta` x 16 rows."""
 
     num_warps: int
     tiles_per_cta: int = 1
-    num_stages: int = 1  # K tiles in the loop body; the codes of num_stages - 1 (at least one) are in flight
-    prefetch: bool = True  # load the activations of the next K tile early; to 8 tokens
+    num_stages: int = 1  # k_tiles in the loop body; the codes of num_stages - 1 (at least one) are in flight
+    prefetch: bool = True  # load the activations of the next k_tile early; up to 8 tokens
     stage_activations: bool = (
         False  # residuals of one token gather activations from shared memory, not from the cache
     )
-    max_registers: int | None = None  # a thread
+    max_registers: int | None = None  # per thread
     max_ctas_per_sm: int | None = None  # `common/occupancy.py`
 
 
 def gemv_stages(shape: Shape) -> tuple[int, bool]:
-    """`num_stages` and `prefetch` of GemvConfig: registers hold either codes or activations of further K tiles."""
+    """`num_stages` and `prefetch` of GemvConfig: registers hold either the codes or the activations of further k_tiles."""
     several = shape.m_bucket > 1
     if shape.format == "grid" and not several and shape.bits <= 4:
         return (3, False) if shape.bits <= 3 else (2, True)
@@ -35,18 +35,18 @@ def gemv_stages(shape: Shape) -> tuple[int, bool]:
 
 
 def gemv_least_warps(shape: Shape) -> int:
-    """The fewest warps a tile: residuals, levels and more tokens are work for several."""
+    """The fewest warps per tile: residuals, levels and more tokens are enough work for several."""
     return 4 if shape.format.startswith("codebook") or shape.m_bucket > 1 else 2 if "+" in shape.format else 1
 
 
 def gemv_registers(shape: Shape) -> int | None:
-    """A thread's registers at most, for 16 warps an SM; None where fewer than it wants would spill."""
+    """The register limit per thread, for 16 warps per SM; None if fewer than the compiler wants would spill."""
     few = shape.bits <= 3 or (shape.bits == 4 and shape.format.startswith("grid"))
     return 128 if shape.m_bucket <= 8 and few else None
 
 
 def gemv(shape: Shape, device: torch.device) -> GemvConfig:
-    """All CTAs run at once, with about 16 warps an SM."""
+    """All CTAs are resident at once, with about 16 warps per SM."""
     tiles, k_tiles = tiles_of(shape)
     max_registers = gemv_registers(shape) if torch.version.hip is None else None
     num_warps = gemv_least_warps(shape)
@@ -60,7 +60,7 @@ def gemv(shape: Shape, device: torch.device) -> GemvConfig:
 
 
 def _configs(*launches: tuple[int, int, int, bool, int], stage_activations: bool = False) -> list[GemvConfig]:
-    """Of warps, tiles, stages, prefetch, registers (0: as many as the compiler wants)."""
+    """Configs from warps, tiles, stages, prefetch, registers (0: as many as the compiler wants)."""
     return [
         GemvConfig(
             num_warps=num_warps, tiles_per_cta=tiles, num_stages=stages, prefetch=prefetch, max_registers=registers or None,
@@ -73,7 +73,7 @@ def _configs(*launches: tuple[int, int, int, bool, int], stage_activations: bool
 DENSE = _configs(
     (4, 1, 1, True, 128), (8, 1, 1, True, 128), (4, 1, 3, False, 128), (8, 1, 3, False, 128), (4, 2, 1, True, 0),
     (4, 2, 2, False, 168), (4, 1, 2, True, 128), (16, 1, 1, True, 128), (4, 1, 4, False, 128),
-    # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
+    # one or two warps per tile, for many tiles: all are resident at once, and little or nothing is reduced at the end
     (1, 1, 3, False, 128), (1, 1, 2, True, 128), (1, 1, 4, False, 128), (2, 1, 3, False, 128), (2, 1, 2, True, 128),
     (2, 1, 4, False, 128), (1, 2, 2, False, 168), (2, 2, 1, True, 0), (2, 2, 2, False, 168),
 )  # fmt: skip

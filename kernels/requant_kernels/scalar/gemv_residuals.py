@@ -2,9 +2,9 @@
 
     y[row] += sum over the row's slots of value * x[column]
 
-A thread takes slots of one row; a slot is a column and a value, and those of 8 threads are 8 neighbours of a row. Slots are
-loaded two k_tiles before they are multiplied and their activations one (`gemv.py`), so what is here are the parts of that
-loop. Activations are gathered from global memory, through the L1 cache, or, of one token, from shared memory (`staged`).
+A thread processes slots of one row; a slot is a column and a value, and 8 threads hold 8 adjacent slots of a row. Slots
+are loaded two k_tiles before they are multiplied, and their activations one (`gemv.py`), so this file has the parts of that
+loop. Activations are gathered from global memory, through the L1 cache, or, for one token, from shared memory (`staged`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -13,15 +13,15 @@ loop. Activations are gathered from global memory, through the L1 cache, or, of 
 import triton
 import triton.language as tl
 
-# 16 bytes from global ($2) to shared memory ($1) where $3 is not 0.
+# Copy 16 bytes from global ($2) to shared memory ($1) if $3 is not 0.
 COPY_PTX = tl.constexpr("""{ .reg .pred %inside; setp.ne.s32 %inside, $3, 0;
 @%inside cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }""")
 
 
 @triton.jit
 def first_slot(slice_ptr, position, iterations, TILING: tl.constexpr):
-    """Every thread's first slot `[slot_lanes, rows]`, the end of its row `[1, rows]`, and how many slots of the longest row
-    come after those that the loop multiplies."""
+    """Every thread's first slot `[slot_lanes, rows]`, the end of its row `[1, rows]`, and the number of slots of the longest
+    row that remain after the loop."""
     TILES: tl.constexpr = TILING.tiles
     LANES: tl.constexpr = TILING.slot_lanes
     slot = tl.load(slice_ptr + position)[None, :] * 128
@@ -38,7 +38,7 @@ def first_slot(slice_ptr, position, iterations, TILING: tl.constexpr):
 def load_slots(ell_columns_ptr, ell_values_ptr, slot, end, COUNT: tl.constexpr, TILING: tl.constexpr):
     """COUNT pairs (columns, values) at `slot` `[slot_lanes, rows]`, 0 from `end` `[1, rows]` on.
 
-    One slot per thread, slots before rows: the layout that Triton gives to the gathers, so no data moves between threads.
+    One slot per thread, slots before rows: Triton uses the same layout for the gathers, so no data moves between threads.
     """
     slots = ()
     for i in tl.static_range(COUNT):
@@ -73,7 +73,7 @@ def stage_activations(x_ptr, K, TILING: tl.constexpr):
 
 @triton.jit
 def gather(x_ptr, column, base, TILING: tl.constexpr):
-    """Activations at `column`: of one token in the shape of `column`, or of several, transposed, in a last dimension."""
+    """Activations at `column`: for one token in the shape of `column`; for several, transposed, with a last dimension."""
     TOKENS: tl.constexpr = TILING.sparse_tokens
     if TILING.staged:
         x = tl.inline_asm_elementwise(
@@ -89,7 +89,7 @@ def gather(x_ptr, column, base, TILING: tl.constexpr):
 
 @triton.jit
 def zero_sums(TILING: tl.constexpr):
-    """Zeros `[slot_lanes, rows]`, or `[slot_lanes, rows, tokens]` for several."""
+    """Zeros `[slot_lanes, rows]`, or `[slot_lanes, rows, tokens]` for several tokens."""
     LANES: tl.constexpr = TILING.slot_lanes
     TILES: tl.constexpr = TILING.tiles
     TOKENS: tl.constexpr = TILING.sparse_tokens

@@ -1,18 +1,18 @@
-"""Up to eight tokens of a matrix with residuals, which go to the tensor cores with activations from shared memory; sm_90.
+"""Up to eight tokens of a matrix with residuals, multiplied on tensor cores by activations in shared memory; sm_90.
 
 Why it exists: `gemv.py` gathers the activation of every residual through the L1 cache, one cache line each, and for several
-tokens needs a launch before it that transposes them. Here a warp keeps the activations of its k_tile, which it has in
-registers anyway, in 4 KB of its own shared memory, and one `ldmatrix` gathers 32 columns of eight tokens; sixteen residuals
-are one MMA (`gemv_sparse_mma_ptx.py`). It is the fastest kernel for 2 to 8 tokens with residuals, for every format whose
-decoder is PTX; at 8192 x 8192, 3 bits, 1 % and 8 tokens 15.7 us where `gemv.py` took 18.6.
+tokens first needs a launch that transposes them. Here a warp copies the activations of its k_tile, which it has in registers
+anyway, to 4 KB of its own shared memory. One `ldmatrix` gathers 32 columns of eight tokens, and one MMA multiplies sixteen
+residuals (`gemv_sparse_mma_ptx.py`). It is the fastest kernel for 2 to 8 tokens with residuals, for every format with a PTX
+decoder: 15.7 us at 8192 x 8192, 3 bits, 1 % and 8 tokens, where `gemv.py` took 18.6.
 
-As in `gemv.py` a CTA owns 16 rows, its warps split the columns, one k_tile of 256 at a time, and nothing is exchanged
-before the reduction over warps at the end. The packed codes of later k_tiles are in flight in registers. Residuals are
-COO entries in the order of the MMA operand (`sparse.py`); those of the next k_tile are loaded while this one is
+As in `gemv.py` a CTA owns 16 rows, its warps split the columns, one k_tile of 256 at a time, and exchange nothing before
+the cross-warp reduction at the end. The packed codes of later k_tiles are in flight in registers. Residuals are COO
+entries in the order of the MMA operand (`sparse.py`); those of the next k_tile are loaded while this one is
 multiplied.
 
 Written in Gluon, where every tensor is `[warp, lane]` or `[warp, lane, 4]`: inline PTX takes the four registers of a lane
-(`pack=4`), and of a value that a lane has once, the first of four copies.
+(`pack=4`); of a value that a lane has once, it uses the first of four copies.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -61,7 +61,7 @@ class KernelConfig:
     zero_points: Ptx | None
     even: bool  # whether K is a multiple of 256 num_warps: nothing is masked
     num_warps: int
-    unroll: int  # k_tiles per step; the codes of `unroll` - 1, one at least, are in flight
+    unroll: int  # k_tiles per step; the codes of `unroll` - 1, at least one, are in flight
     pdl: bool
 
 
@@ -142,7 +142,7 @@ def gemv_sparse_mma_kernel(
             next_bounds = _load_bounds(block_ptr, tile, k_tile + 2 * W, k_tiles)
             if (
                 step * UNROLL + u
-            ) * W < k_tiles:  # always; without the branch the compiler sinks the loads below it
+            ) * W < k_tiles:  # always true; without the branch the compiler sinks the loads below it
                 x = _load_activations(x_ptr, offset, k_tile, k_tiles, lane_pair, pairs, CONFIG)
                 _store_activations(x, own_column)
                 acc = _multiply_k_tile(acc, codes[0], row_operands, x, zeros_ptr is not None, CONFIG)
@@ -153,7 +153,7 @@ def gemv_sparse_mma_kernel(
             acc = acc * row_scale.to(gl.float32)
         acc = acc * (1.0 / CONFIG.format.grid_step)
     acc = acc + sums
-    # the reduction over warps goes through the activations' shared memory
+    # the cross-warp reduction uses the activations' shared memory
     _issue4(STORE_SUMS, [_replicate(own_column), acc])
     gl.thread_barrier()
     for i in gl.static_range(4 // W if W < 4 else 1):
@@ -167,7 +167,7 @@ def gemv_sparse_mma_kernel(
         gl.store(
             y_ptr + m.to(gl.int64) * stride_y + out, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (out < n)
         )
-    if M < 0:  # never: makes the compiler see a use of the allocation, or it would drop it
+    if M < 0:  # never: makes the compiler see a use of the allocation, which it would otherwise drop
         region.index(0).store(
             gl.zeros([1, 4096], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, W], [1, 0]))
         )
@@ -212,7 +212,7 @@ def _row_operands(scales_ptr, zeros_ptr, tile, lane, four, CONFIG: gl.constexpr)
 def _load_k_tile(
     codes_ptr, scales_ptr, zeros_ptr, tile, k_tile, k_tiles, own, lane, EVEN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The packed codes of a k_tile per warp, its scales, and its zero points; those of both rows of a lane in one
+    """The packed codes of a k_tile per warp, its scales, and its zero points; those of both rows of a lane share one
     register."""
     BITS: gl.constexpr = CONFIG.format.bits
     SCALES: gl.constexpr = CONFIG.format.groups
@@ -258,7 +258,7 @@ def _load_activations(x_ptr, offset, k_tile, k_tiles, lane_pair, pairs, CONFIG: 
 
 @gluon.jit
 def _store_activations(x, own_column):
-    """Transposed to shared memory, column by column."""
+    """Store them transposed in shared memory, column by column."""
     for s in gl.static_range(8):
         _issue4(STORE_X, [_replicate(own_column + s * 512), x[s]])
 
@@ -309,7 +309,7 @@ def _scale(part, scales, acc, PTX: gl.constexpr):
 
 @gluon.jit
 def _load_bounds(block_ptr, tile, k_tile, k_tiles):
-    """Where the COO entries of a k_tile begin, and how many they are."""
+    """The start of a k_tile's COO entries, and their number."""
     at, inside = tile * (k_tiles + 1) + k_tile, k_tile < k_tiles
     begin = gl.load(block_ptr + at, mask=inside, other=0)
     return begin, gl.load(block_ptr + at + 1, mask=inside, other=0) - begin
@@ -343,7 +343,7 @@ def _add_residuals(sums, entries, x_smem, lane, CONFIG: gl.constexpr):
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
-    """Up to eight tokens with residuals in COO order, of a format whose decoder is PTX."""
+    """Up to eight tokens with residuals in COO order, for formats with a PTX decoder."""
     coo = layout.sparse is not None and layout.sparse.coo is not None
     return num_tokens <= 8 and coo and has_ptx_decoder(layout.format, layout.bits)
 

@@ -1,4 +1,4 @@
-"""Launches of `gemv_sparse_mma.py`, which is taken only where it was measured the fastest."""
+"""Launches of `gemv_sparse_mma.py`, which is used only where it was measured to be the fastest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from requant_kernels.launch_config import Launch, LaunchConfig, Shape, warps_hav
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseMmaConfig(LaunchConfig):
-    """`num_warps` divide K among them, for 16 rows."""
+    """`num_warps` split K among them, for 16 rows."""
 
     num_warps: int
     num_stages: int = 1  # as in GemvConfig

@@ -1,16 +1,16 @@
 """PTX of `gemv_sparse_mma.py`: residuals as an MMA, activations gathered by `ldmatrix`.
 
-Activations in shared memory: a column is 16 bytes, one value of each of eight tokens, which is a row of the 8 x 8 matrices
-of `stmatrix` and `ldmatrix`. Both transpose: the registers of a right operand, as a warp loaded them, become 32 columns,
-and 32 columns from anywhere in a k_tile become right operands again. Column 32 s + 8 t + 4 j + 2 kh + e of a k_tile is
-stored at 32 s + 16 j + 8 kh + 2 t + e, so that one operand register is 128 contiguous bytes.
+Activations in shared memory: a column is 16 bytes, one value for each of eight tokens, which is a row of the 8 x 8 matrices
+of `stmatrix` and `ldmatrix`. Both transpose: `stmatrix` turns the registers of a right operand, as a warp loaded them, into
+32 columns; `ldmatrix` turns any 32 columns of a k_tile back into right operands. Column 32 s + 8 t + 4 j + 2 kh + e of a
+k_tile is stored at 32 s + 16 j + 8 kh + 2 t + e, so that one operand register is 128 contiguous bytes.
 
-Residuals as an MMA: sixteen entries are the inner dimension. Entry i is column i of the left operand, its value in its own
-row and zeros elsewhere; the gathered activations are row i of the right operand. A lane builds its part of the left operand
-from the four entries of its columns: of the two values in a register it keeps those in its own rows (HSET2, LOP3).
+Residuals as an MMA: sixteen entries are the inner dimension. Entry i is column i of the left operand, with its value in its
+own row and zeros elsewhere; the gathered activations are row i of the right operand. A lane builds its part of the left
+operand from the four entries of its columns: of the two values in a register it keeps those in its own rows (HSET2, LOP3).
 
 Tensors of the kernel are `[warp, lane, 4]`, so a block takes four registers of every operand (`pack=4`): those of an operand
-`name` are $name0 to $name3; of one that a lane has once, only the first is used.
+`name` are $name0 to $name3; if a lane has a value only once, just the first is used.
 """
 
 from functools import cache
@@ -72,7 +72,7 @@ def zero_points_ptx(dtype: str, factor: float, addend: float) -> Ptx:
 
 
 _NO_RESULT = "mov.b32 $unused0, 0; mov.b32 $unused1, 0; mov.b32 $unused2, 0; mov.b32 $unused3, 0;"
-# activations of 32 columns, transposed; $address0: where this lane's column goes
+# activations of 32 columns, transposed; $address0: the destination of this lane's column
 STORE_X = inline_ptx(
     """mov.b32 zero, 0;
 stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$address0], {$x0, $x1, $x2, $x3};
@@ -87,8 +87,8 @@ STORE_SUMS = inline_ptx(
 
 
 def _gather_round(dtype: str, entry: str, number: int, count: str) -> list[str]:
-    """32 entries, one per lane in register `entry` and all in shared memory; jumps to DONE where `count` of them are
-    fewer."""
+    """32 entries, one per lane in register `entry` and all in shared memory; jumps to DONE once `count`
+    entries are multiplied."""
     # the address of the entry's column, from the bits of its index: mma_k16 << 8, t, kh, e
     lines = [
         f"shr.u32 b0, {entry}, 16;", "and.b32 b0, b0, 0xF00;", f"shr.u32 b1, {entry}, 14;",
@@ -102,7 +102,7 @@ def _gather_round(dtype: str, entry: str, number: int, count: str) -> list[str]:
             lines += [f"setp.le.s32 p, {count}, {32 * number + 16};", "@p bra DONE;"]
         for part in range(2):  # the entries of columns 2 t and 2 t + 1 of the left operand, then 8 further
             offset = 128 * number + 64 * half + 32 * part
-            # two entries: values in c2 or c3, bits of the index that say the row in c4
+            # two entries: values in c2 or c3, the index bits that give the row in c4
             lines += [
                 f"ld.shared.v2.b32 {{c0, c1}}, [$load_at0 + {offset}];", f"prmt.b32 c{2 + part}, c0, c1, 0x5410;",
                 "prmt.b32 c4, c0, c1, 0x7632;", "and.b32 c4, c4, 0x00E200E2;",
@@ -112,7 +112,7 @@ def _gather_round(dtype: str, entry: str, number: int, count: str) -> list[str]:
                     f"mov.b32 {{l, h}}, c{2 + part};", "cvt.f32.f16 f0, l;", "cvt.f32.f16 f1, h;",
                     f"cvt.rn.bf16x2.f32 c{2 + part}, f1, f0;",
                 ]  # fmt: skip
-            # keep a value where its row is this lane's row g, then g + 8
+            # keep a value only in its row: this lane's row g, then g + 8
             for row in range(2):
                 lines += [
                     f"set.eq.u32.f16x2 c5, c4, row{row};",
@@ -129,8 +129,8 @@ def gather_ptx(dtype: str) -> Ptx:
     """sums = before + the residuals of a k_tile.
 
     Operands: the shared address of the warp's activations; where this lane stores its entry, and where it loads those of its
-    columns of the left operand; the entries of the first two rounds; how many there are; row g in both halves, as an index
-    says it; sums; the global address of this lane's first entry. Most k_tiles have less than 64 entries; the others loop.
+    columns of the left operand; the entries of the first two rounds; the number of entries; row g in both halves, encoded as
+    in an index; sums; the global address of this lane's first entry. Most k_tiles have less than 64 entries; others loop.
     """
     lines = [f"mov.b32 $sums{i}, $before{i};" for i in range(4)]
     # the row bits of an index are 0xE2: g above four bits, 8 rows more above one
@@ -139,7 +139,7 @@ def gather_ptx(dtype: str) -> Ptx:
     for number, entry in enumerate(("$first0", "$second0")):
         lines += [f"setp.le.s32 p, $count0, {32 * number};", "@p bra DONE;"]
         lines += _gather_round(dtype, entry, number, "$count0")
-    # left: entries beyond 64; lane: of this thread, from where it stores its entry
+    # left: entries beyond 64; lane: this thread's, from where it stores its entry
     lines += [
         "sub.s32 left, $count0, 64;", "sub.s32 lane, $store_at0, $x_smem0;", f"sub.s32 lane, lane, {X_TILE_BYTES};",
         "shr.u32 lane, lane, 2;", "mov.b64 address, $entries0;", "setp.le.s32 p, left, 0;", "@p bra DONE;",

@@ -1,8 +1,8 @@
 """Put the activations into the column order of the packed codes, for the sm_90 GEMM.
 
 A lane holds the codes of eight consecutive columns, two of them in each of four MMA fragments (`common/bit_layout.py`). TMA
-copies contiguous rows to shared memory, so the columns are permuted before, within each 32 of an mma_k32, to the order
-(j, kh, t, e) in which the fragments meet them.
+copies contiguous rows to shared memory, so the columns are permuted beforehand, within each mma_k32 of 32, to the fragments'
+order (j, kh, t, e).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -26,7 +26,7 @@ def permute_kernel(
 ):  # fmt: skip
     """xp `[M, width]` = x permuted, zero beyond K; TOKENS tokens and K32 units of 32 columns per CTA.
 
-    PAIRS: columns are counted in pairs, 32 bits. Where the rows of the matrix are permuted, the CTAs of the first tokens
+    PAIRS: columns are counted in pairs, 32 bits. If the rows of the matrix are permuted, the CTAs of the first tokens
     also write the inverse of `row_perm`, ROWS positions each.
     """
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None, None]

@@ -1,6 +1,6 @@
-"""Split-K reduction of the sm_90 GEMM: the partial products are added in a fixed order, with the bias.
+"""Split-K reduction of the sm_90 GEMM: sums the partial products in a fixed order, and adds the bias.
 
-No atomics, so the result is the same in every run; the row permutation of the packed matrix is undone on the way.
+Without atomics the result is the same in every run. The kernel also undoes the row permutation of the packed matrix.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -21,7 +21,7 @@ def splitk_reduce_kernel(
     partial_ptr, inverse_perm_ptr, bias_ptr, y_ptr, M, n, n_rows, stride_y, SPLIT_K: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y `[M, n]` = the sum of partial `[SPLIT_K, n_rows, WIDTH]` in order, and the bias; grid: (rows, tokens).
+    """y `[M, n]` = the sum of partial `[SPLIT_K, n_rows, WIDTH]` in order, plus the bias; grid: (rows, tokens).
 
     Padding is read too: a mask would keep the loads from being vectorized.
     """
@@ -43,9 +43,9 @@ def splitk_reduce_kernel(
 def splitk_reduce(
     partial: Tensor, inverse_perm: Tensor | None, bias: Tensor | None, y: Tensor, *, pdl: bool, rows: int = 16
 ) -> None:
-    """Write y [m, n] = the sum of partial float32 [splits, n_rows, width] over splits, transposed, and the bias.
+    """Write y [m, n] = the sum of partial float32 [splits, n_rows, width] over splits, transposed, plus the bias.
 
-    `inverse_perm`: int32 [n_rows], row -> position, or None. `rows` of a CTA; n_rows is a multiple of it.
+    `inverse_perm`: int32 [n_rows], row -> position, or None. `rows` per CTA; n_rows is a multiple of it.
     """
     splits, n_rows, width = partial.shape
     tokens = 64 if width % 64 == 0 else 32
