@@ -1,8 +1,8 @@
-"""Hadamard transform on tensor cores for many tokens: tiles of 4096 values as in `tile_kernel.py`, several for each CTA.
+"""Hadamard transform on tensor cores for many tokens: tiles of 4096 values as in `tile_kernel.py`, several per CTA.
 
-With few tokens a launch waits for its longest CTA; with many, for memory and for the number of CTAs. So here a CTA that has
-read a block computes all of its tiles, split-K partial sums are added while they are loaded, and values can be written in
-the order in which `trellis/gemm_sm90.py` reads them. Bits 8 to 11 go through `tl.dot`.
+With few tokens a launch waits for its longest CTA; with many, for memory and the number of CTAs. So here a CTA that has read
+a block computes all of its tiles, adds split-K partial sums while loading them, and can write values in the order in
+which `trellis/gemm_sm90.py` reads them. Bits 8 to 11 go through `tl.dot`.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -17,7 +17,7 @@ from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, hadamard_entry, sign_pair, tile_factors
 from requant_kernels.hadamard.tile_ptx import warp_transform_ptx
 
-# tiles of a launch from which on a CTA computes all those of its block: what it has read serves them all
+# number of tiles in a launch from which on a CTA computes all tiles of its block, to read the block only once
 MANY_TILES = 512
 
 
@@ -29,8 +29,8 @@ def hadamard_batched_kernel(
 ):  # fmt: skip
     """TILES_PER_CTA tiles, 1 or TILES, of one token; grid (tokens, tiles / TILES_PER_CTA), 16 warps.
 
-    TILES: of a block; VECTOR: values of a load; WARP_MASK: the mixed bits from bit 8 on; PAIR: bit 0 is not mixed. x is the
-    sum of SPLITS matrices, one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
+    TILES: per block; VECTOR: values per load; WARP_MASK: the mixed bits from bit 8 on; PAIR: bit 0 is not mixed. x is the
+    sum of SPLITS consecutive matrices. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,7 +68,7 @@ def hadamard_batched_kernel(
     mixed = ()
     for o in tl.static_range(TILES_PER_CTA):
         z = tl.zeros([32, 16, 8 // VECTOR, VECTOR], tl.float32)
-        # always; the branch keeps the loads together, which otherwise wait for one another's registers
+        # always true; the branch keeps the loads together, which otherwise wait for one another's registers
         if in_width > 0:
             for p in tl.static_range(TILES):
                 total = x[p * SPLITS].to(tl.float32)

@@ -1,7 +1,7 @@
-"""Hadamard transform in plain Triton, log2(S) stages of butterflies: without PTX, and for blocks of less than 256 values.
+"""Hadamard transform in plain Triton, log2(S) butterfly stages: without PTX, and for blocks of less than 256 values.
 
-Blocks of one value are not mixed: the kernel then only scales, adds and converts. `pair` wants sums and differences of
-neighbours all the same, which is one stage without its factor.
+Blocks of one value are not mixed: the kernel then only scales, adds and converts. `pair` still needs sums and differences of
+neighbours, which is one stage without its factor.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -20,7 +20,7 @@ MAX_INT = tl.constexpr(32512.0)  # 127 * 256
 
 @triton.jit
 def _store_int8(y, at, token, tile, tiles, out_width, y_ptr, scales_ptr, stride_y):
-    """Store 16-bit fixed point, high and low bytes apart, and the tile's scale and the sum of its integers."""
+    """Store 16-bit fixed point, high and low bytes separately, with the tile's scale and the sum of its integers."""
     largest = tl.max(tl.abs(y))
     scale = tl.where(largest > 0, largest * (1.0 / MAX_INT), 1.0)
     # adding 1.5 * 2^23 rounds to the nearest integer, and leaves it in the low bits
@@ -41,9 +41,9 @@ def hadamard_butterfly_kernel(
     stride_y, SIZE: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, PAIR: tl.constexpr, PDL: tl.constexpr,
     SPLITS: tl.constexpr = 1, PERMUTE: tl.constexpr = False,
 ):  # fmt: skip
-    """SIZE values, in blocks of 2^LOG, of one token; grid (tokens, CTAs of SIZE values); int8 where there are scales.
+    """SIZE values of one token, in blocks of 2^LOG; grid (tokens, CTAs of SIZE values); int8 if scales are given.
 
-    x is the sum of SPLITS matrices, one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
+    x is the sum of SPLITS consecutive matrices. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
     """
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < out_width

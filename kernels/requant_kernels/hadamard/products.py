@@ -3,8 +3,8 @@
     [L, A, B]  times H_B, its last axis            rounded to float16, then transposed
     [L, B, A]  times H_A, its last axis            float32
 
-Both are `tl.dot` of L A (L B) rows on tensor cores. For few tokens, `tile_kernel.py` and `registers.py` give a tile to 16
-warps and keep more bits; here L tokens share a CTA, and a tile takes a third of the instructions.
+Both are `tl.dot` of L A (L B) rows on tensor cores. For few tokens, `tile_kernel.py` and `registers.py` use 16 warps per
+tile and keep more bits; here L tokens share a CTA, and a tile takes a third of the instructions.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
 
-BLOCKS = (256, 4096)  # sizes that a CTA takes
-VALUES, NUM_WARPS = 16384, 8  # of a CTA
+BLOCKS = (256, 4096)  # supported sizes
+VALUES, NUM_WARPS = 16384, 8  # per CTA
 
 
 def sides(block_size: int) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def sides(block_size: int) -> tuple[int, int]:
 
 @triton.jit
 def signs(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """H of a size up to 128, not scaled."""
+    """H of a size up to 128, unscaled."""
     odd = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
     odd ^= odd >> 4
     odd ^= odd >> 2
@@ -38,7 +38,7 @@ def signs(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def transformed(x, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FACTOR: tl.constexpr):
-    """FACTOR H x of 16-bit values [L, A, B], as float32 [L, B, A]; FACTOR is what keeps lengths."""
+    """FACTOR H x of 16-bit values [L, A, B], as float32 [L, B, A]; FACTOR makes it preserve lengths."""
     z = tl.dot(tl.reshape(x, [L * A, B]), signs(B, x.dtype)) * FACTOR
     z = tl.permute(tl.reshape(z.to(tl.float16), [L, A, B]), (0, 2, 1))
     return tl.reshape(tl.dot(tl.reshape(z, [L * B, A]), signs(A, tl.float16)), [L, B, A])
@@ -61,12 +61,12 @@ def rotate_kernel(
 
 
 def supports(block_size: int) -> bool:
-    """Whether a CTA takes blocks of a size."""
+    """Whether a CTA supports a block size."""
     return BLOCKS[0] <= block_size <= BLOCKS[1]
 
 
 def rotate(x: Tensor, input_scales: Tensor, y: Tensor) -> None:
-    """y [m, k] = H (input_scales * x) of x [m, k], of 16 bits, rows contiguous in themselves."""
+    """y [m, k] = H (input_scales * x) of x [m, k], 16-bit, each row contiguous."""
     m, k = x.shape
     block_size = k & -k
     a, b = sides(block_size)

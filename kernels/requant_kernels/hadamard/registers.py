@@ -1,17 +1,17 @@
-"""A tile's transform for kernels that hold its values in registers, and do more with them before and after.
+"""The transform of a tile for kernels that keep its values in registers, and compute on them before and after.
 
-Tensors are [512], one element a thread of 16 warps, and eight of them hold a tile of 4096 values. (With two dimensions
-Triton would be free to assign elements to lanes and warps differently.) Which bit of a value's
-index each bit of its position stands for is the *order* of a tile: 3 bits of the eight, 5 of the lane, 4 of the warp. The
-products of `tile_ptx.py` mix the bits of the position, and leave them elsewhere:
+Tensors are [512], one element per thread of 16 warps, and eight of them hold a tile of 4096 values. (With two dimensions
+Triton would be free to assign elements to lanes and warps differently.) The *order* of a tile says which index bit of a
+value each bit of its position represents: 3 bits for the eight, 5 for the lane, 4 for the warp. The products of
+`tile_ptx.py` mix the bits of the position, and move them:
 
     position      eight           lane                  warp
     before        o0 o1 o2        o3 o4 o5 o6 o7        o8 o9 o10 o11
     after         o0 o1 o11       o2 o3 o8 o9 o10       o4 o5 o6  o7
 
-A Hadamard transform does not care in which order its bits are mixed, so the next transform takes the values where the first
-one left them: between the two nothing moves. Blocks of less than 4096 leave the upper bits of the index alone, wherever
-these are: a product whose matrix of signs has them masked.
+A Hadamard transform may mix its bits in any order, so the next transform takes the values where the first one left them:
+nothing moves between the two. Blocks of less than 4096 leave the upper bits of the index unmixed, wherever they are: these
+bits are masked out of a product's matrix of signs.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -36,9 +36,9 @@ from requant_kernels.hadamard.tile_ptx import (
 
 Order = tuple[int, ...]  # 12 bits of the index
 NATURAL: Order = tuple(range(12))
-# bits of the position that the rows of each product are: the three of a quadrant of signs, and the one between quadrants
+# position bits that the rows of each product represent: three within a quadrant of signs, and one between quadrants
 PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
-# Two buffers: of tiles one at a time, a transform does not wait until all warps have read what the one before it exchanged.
+# Two buffers: with one tile at a time, a transform need not wait until all warps have read the previous one's exchange.
 # 32 words for int8 and sums.
 BUFFER = tl.constexpr(VALUES_BYTES)
 SMEM_BYTES = 2 * VALUES_BYTES + 128
@@ -46,21 +46,21 @@ SMEM_BYTES = 2 * VALUES_BYTES + 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTransform:
-    """Transforms of tiles in one order, by blocks of one size."""
+    """Transforms of tiles in one order, with one block size."""
 
     order: Order
     after: Order
-    masks: tuple[int, int, int]  # of the bits that each product mixes
-    factor: float  # of all values, for a transform that keeps lengths
+    masks: tuple[int, int, int]  # the bits that each product mixes
+    factor: float  # of all values, to preserve lengths
     ptx: tuple[
         tuple[Ptx, Ptx], ...
-    ]  # of a tile, and of two where not int8; the second of each waits at a barrier
+    ]  # for one tile and, unless int8, for two; the second of each waits at a barrier
 
 
 @cache
 def tile_transform(order: Order, block_size: int, *, int8: bool = False, pair: bool = False) -> TileTransform:
-    """`block_size`: a power of two from 16 on; from 8192 on the bits above the eleventh are mixed by `butterfly`.
-    `int8`: the values are quantized and stored. `pair`: bit 0 is not mixed, and all are doubled."""
+    """`block_size`: a power of two from 16 on; from 8192 on `butterfly` mixes the bits above the eleventh.
+    `int8`: the values are quantized and stored. `pair`: bit 0 is not mixed, and all values are doubled."""
     mixed = [1 << bit < block_size and not (pair and bit == 0) for bit in order]
     masks = tuple(sum(mixed[bit] << i for i, bit in enumerate(quadrant)) for quadrant, _ in PRODUCTS)
     first, second, third = (mixed[between] for _, between in PRODUCTS)
@@ -85,14 +85,14 @@ SUM_THREADS = sum_threads_ptx()
 
 @triton.jit
 def lane_and_warp():
-    """Of each of the 512 threads."""
+    """Lane and warp of each of the 512 threads."""
     thread = tl.arange(0, 512)
     return thread % 32, thread // 32
 
 
 @triton.jit
 def index_of(lane, warp, ORDER: tl.constexpr):
-    """The index in its tile of the first of a thread's eight values. The fourth after it is `1 << ORDER[2]` further."""
+    """The index in its tile of a thread's first value of eight. The fourth after it is `1 << ORDER[2]` further."""
     index = lane * 0
     for bit in tl.static_range(5):
         index += (lane >> bit & 1) * (1 << ORDER[3 + bit])
@@ -119,7 +119,7 @@ def load_eight(pointer, index, width, NEXT_FOUR: tl.constexpr):
 
 @triton.jit
 def store_eight(pointer, index, values, first_inside, second_inside, NEXT_FOUR: tl.constexpr):
-    """The reverse of `load_eight`, where the first and the second four are inside."""
+    """The reverse of `load_eight`; a flag says whether the first (the second) four are inside."""
     for half in tl.static_range(2):
         first, inside = index, first_inside
         if half:
@@ -133,7 +133,7 @@ def store_eight(pointer, index, values, first_inside, second_inside, NEXT_FOUR: 
 
 @triton.jit
 def allocate_smem(lane, PTX: tl.constexpr):
-    """The address of what all transforms of a kernel exchange their values in."""
+    """The address of the shared memory in which all transforms of a kernel exchange their values."""
     return tl.inline_asm_elementwise(
         PTX.text, PTX.constraints, (lane,), dtype=tl.int32, is_pure=False, pack=1
     )
@@ -141,7 +141,7 @@ def allocate_smem(lane, PTX: tl.constexpr):
 
 @triton.jit
 def sum_threads(values, lane, warp, smem, PTX: tl.constexpr):
-    """The sum of values [512], in every thread; it takes the words of `transform_to_int8`."""
+    """The sum of values [512], in every thread; it uses the words of `transform_to_int8`."""
     return tl.inline_asm_elementwise(
         PTX.text, PTX.constraints, (values, lane, warp, smem + 2 * BUFFER), dtype=tl.float32,
         is_pure=False, pack=1,
@@ -150,17 +150,17 @@ def sum_threads(values, lane, warp, smem, PTX: tl.constexpr):
 
 @triton.jit
 def signs_of(lane, first, second, third):
-    """A thread's signs of the three products, whose masks may be numbers of the program."""
+    """A thread's signs for the three products; the masks may be runtime values."""
     g, t = lane // 4, lane % 4 * 2
     return sign_pair(g, t, first), sign_pair(g, t, second), sign_pair(g, t, third)
 
 
 @triton.jit
 def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr):
-    """H times the values of a tile, or of two at the same time, without its factor.
+    """H times the values of a tile, or of two at once, without the factor.
 
-    NUMBER: which transform of its kernel it is, so that neighbours do not share a buffer. Two tiles take both; then this
-    transform and the next one are those that WAITS.
+    NUMBER: index of the transform in its kernel, so that consecutive ones use different buffers. Two tiles use both; then
+    WAITS must be set for this transform and the next.
     """
     types: tl.constexpr = (tl.float32,) * len(values)
     TILES: tl.constexpr = len(values) // 8
@@ -180,8 +180,8 @@ def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TR
 def transform_to_int8(
     values, signs, smem, high, low, scale, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr
 ):
-    """The same in 16-bit fixed point, stored where the thread's first high and low bytes belong, with the tile's scale and
-    sum (`hadamard_transform_int8`)."""
+    """The same in 16-bit fixed point, stored at the addresses of the thread's first high and low bytes, with the tile's
+    scale and sum (`hadamard_transform_int8`)."""
     PTX: tl.constexpr = TRANSFORM.ptx[0][WAITS]
     zero = signs[0] * 0
     tl.inline_asm_elementwise(

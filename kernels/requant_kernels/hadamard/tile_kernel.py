@@ -1,16 +1,16 @@
-"""Hadamard transform on tensor cores for few tokens: one CTA of 16 warps for each token and tile of 4096 values.
+"""Hadamard transform on tensor cores for few tokens: one CTA of 16 warps per token and tile of 4096 values.
 
 A block of S = 2^s values mixes the s bits of the index one by one, in any order. A CTA computes one tile of a block:
 
     bits 12 and up   the S / 4096 tiles of the block are added with signs while they are loaded
-    bits 0 to 11     by PTX (`tile_ptx.py`): three products with 16 x 16 matrices of signs, the last one across the warps. In
-                     blocks of less than 4096 the bits from s on are left alone, which makes signs zeros and ones
+    bits 0 to 11     by PTX (`tile_ptx.py`): three products with 16 x 16 matrices of signs, the last across the warps. Blocks
+                     of less than 4096 do not mix the bits from s on, which makes signs zeros and ones
 
-With few tokens a launch waits for its longest CTA, so a tile is the unit of work even where a block has several. In int8 the
+With few tokens a launch waits for its longest CTA, so the unit of work is a tile even if a block has several. In int8 the
 largest value of a tile gives its scale.
 
-The PTX wants 8 of a warp's 256 neighbouring values in every lane, whichever (a transform over all bits does not care how
-they are numbered): loads of 16 bytes give that, and a test checks the compiled layout.
+The PTX requires 8 of a warp's 256 adjacent values in every lane, no matter which (a transform over all bits is independent
+of their numbering): 16-byte loads give that, and a test checks the compiled layout.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -34,7 +34,7 @@ def hadamard_entry(i, j, MASK: tl.constexpr):
 
 @triton.jit
 def sign_pair(g, t, MASK: tl.constexpr):
-    """Entries (g, t) and (g, t + 1), as a lane of the tensor core's left operand holds them."""
+    """Entries (g, t) and (g, t + 1), as a lane holds them in the left MMA operand."""
     return hadamard_entry(g, t, MASK) | (hadamard_entry(g, t + 1, MASK) << 16)
 
 
@@ -42,7 +42,7 @@ def sign_pair(g, t, MASK: tl.constexpr):
 def tile_factors(
     input_scales_ptr, first_tile, own, position, in_width, TILES: tl.constexpr, FACTOR: tl.constexpr
 ):
-    """What the TILES tiles of a block are multiplied by where they are added to tile `own` of it: signs times scales."""
+    """The factors of a block's TILES tiles when they are added to its tile `own`: signs times scales."""
     factors = ()
     for p in tl.static_range(TILES):
         bits = own & p
@@ -63,7 +63,7 @@ def hadamard_tile_kernel(
 ):  # fmt: skip
     """One tile of one token; grid (tokens, tiles), 16 warps.
 
-    TILES: of a block; VECTOR: values of a load; WARP_MASK: the mixed bits from bit 8 on; PAIR: bit 0 is not mixed.
+    TILES: per block; VECTOR: values per load; WARP_MASK: the mixed bits from bit 8 on; PAIR: bit 0 is not mixed.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_tile, own = tile // TILES * TILES, tile % TILES
@@ -93,7 +93,7 @@ def hadamard_tile_kernel(
     z = tl.zeros([32, 16, 8 // VECTOR, VECTOR], tl.float32)
     if (
         in_width > 0
-    ):  # always; the branch keeps the loads together, which otherwise wait for one another's registers
+    ):  # always true; the branch keeps the loads together, which otherwise wait for one another's registers
         for p in tl.static_range(TILES):
             z += x[p].to(tl.float32) * factors[p]
     if scales_ptr is not None:

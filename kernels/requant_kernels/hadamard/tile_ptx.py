@@ -1,19 +1,19 @@
-"""PTX of the Hadamard transform of a tile: 4096 values in the registers of 16 warps, 8 neighbours a lane.
+"""PTX of the Hadamard transform of a tile: 4096 values in the registers of 16 warps, 8 adjacent ones per lane.
 
 A transform of 2^s values mixes the s bits of the index one by one, in any order; four bits at a time are a product with a
 16 x 16 matrix of signs, one `mma.m16n8k16` for each 8 columns.
 
-    bits 0 to 7      256 values of a warp: two products. The accumulators of the first are, as they lie in the registers, the
-                     right operand of the second
+    bits 0 to 7      256 values of a warp: two products. The accumulators of the first are, without moving, the right
+                     operand of the second
     bits 8 to 11     across the 16 warps: one product, whose right operand comes through shared memory
     int8             optionally: the largest absolute value, by REDUX on the bits of floats; then high and low bytes of
-                     16-bit fixed point, four neighbours a store
+                     16-bit fixed point, four neighbours per store
 
-In shared memory the 256 values of a warp are 260 words apart, and 16 columns lie so that a lane of the third product ends
-with four neighbours of rows g and g + 8: what it reads as column 2 t + e of its n8 tile i is value 4 t + 2 i + e. In every
-other pair of 16 columns the two n8 tiles are swapped. With that no access of a warp has a bank conflict.
+In shared memory the 256 values of a warp are 260 words apart, and 16 columns are arranged so that a lane of the third
+product ends with four neighbours of rows g and g + 8: what it reads as column 2 t + e of its n8 tile i is value 4 t + 2 i +
+e. In every other pair of 16 columns the two n8 tiles are swapped. This avoids all bank conflicts.
 
-Values enter the tensor cores as two bfloat16, the rounded value and the rest, so that a product is good to 2^-16.
+Values enter the tensor cores as two bfloat16, the rounded value and the remainder, so a product is accurate to 2^-16.
 """
 
 import struct
@@ -21,13 +21,13 @@ from functools import cache
 
 from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx, mma_k16_types, mma_line
 
-HADAMARD_TILE = 4096  # values of a CTA, which share a scale in int8
-MAX_INT = 32512  # 127 * 256, of the fixed point: its high byte is never 128
-MIN_SCALE_BITS = 0x03800000  # 2^-120, the least scale that has an inverse
+HADAMARD_TILE = 4096  # values per CTA, which share a scale in int8
+MAX_INT = 32512  # 127 * 256, the fixed-point limit: the high byte is never 128
+MIN_SCALE_BITS = 0x03800000  # 2^-120, the smallest scale that has an inverse
 ROUNDING_BITS = 0x4B400000  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-WARP_STRIDE = 1040  # bytes from one warp's values to the next one's, in shared memory
+WARP_STRIDE = 1040  # bytes from one warp's values to the next warp's, in shared memory
 VALUES_BYTES = 16 * WARP_STRIDE
-# shared memory of a transform fused into another kernel: high bytes, low bytes, the sums over the kernel's warps, 32 words
+# shared memory of a transform fused into another kernel: high bytes, low bytes, the kernel's cross-warp sums, 32 words
 LOW_BYTES_OFFSET = 4096 + 64  # the 64 avoid bank conflicts between high and low bytes
 SUMS_OFFSET = 2 * LOW_BYTES_OFFSET
 MIN_SUM_BYTES, MAX_SUM_BYTES = 16384, 28672
@@ -37,7 +37,7 @@ class TileBuilder(PtxBuilder):
     """Appends the stages of a tile's transform."""
 
     def split_bf16(self, low: str, high: str) -> tuple[str, str]:
-        """Pairs of bfloat16: two float32 values rounded, and what is left of them."""
+        """Pairs of bfloat16: two float32 values rounded, and their remainders."""
         rounded = self.new("rounded", f"cvt.rn.bf16x2.f32 {{d}}, {high}, {low};")
         a = self.new("value", f"shl.b32 {{d}}, {rounded}, 16;")
         b = self.new("value", f"and.b32 {{d}}, {rounded}, 0xffff0000;")
@@ -51,14 +51,14 @@ class TileBuilder(PtxBuilder):
         """out = signs [16, 16] @ a matrix of 8 columns, whose rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 are `rows`."""
         parts = list(zip(self.split_bf16(*rows[:2]), self.split_bf16(*rows[2:]), strict=True))
         sums = ["0f00000000"] * 4
-        for i, part in enumerate(parts[::-1]):  # the rests first
+        for i, part in enumerate(parts[::-1]):  # the remainders first
             to = out if i else [self.register("acc") for _ in range(4)]
             self.emit(mma_line("m16n8k16", mma_k16_types("bf16"), to, signs, part, sums))
             sums = to
 
     def sign_fragment(self, quadrant: str, *, mixes_halves: bool = True) -> tuple[str, ...]:
-        """The left operand's four registers, where `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]]; where the
-        halves are not mixed [[H, 0], [0, H]]."""
+        """The left operand's four registers; `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]], or
+        [[H, 0], [0, H]] if the halves are not mixed."""
         if not mixes_halves:
             zero = self.new("zero", "mov.b32 {d}, 0;")
             return quadrant, zero, zero, quadrant
@@ -82,11 +82,11 @@ class TileBuilder(PtxBuilder):
         self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str], *,
         second_mixes_halves: bool = True, waits: bool = False,
     ) -> tuple[str, str, str]:  # fmt: skip
-        """All three products, through VALUES_BYTES of shared memory for each tile at `smem`; returns thread, lane and warp.
+        """All three products, through VALUES_BYTES of shared memory per tile at `smem`; returns thread, lane and warp.
 
-        Of several tiles x and out hold eight values each, one tile after the other, and the tiles share a barrier. Without
-        `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]]. `waits`: a barrier before anything
-        is written, where other warps may still read what the kernel's transform before this one has left.
+        For several tiles x and out hold eight values each, tile after tile, and the tiles share a barrier. Without
+        `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]]. `waits`: a barrier before the first
+        write, needed if other warps may still read the results of the kernel's previous transform.
         """
         new = self.new
         thread = new("thread", "mov.u32 {d}, %tid.x;")
@@ -154,7 +154,7 @@ class TileBuilder(PtxBuilder):
         """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
         four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads.
 
-        `smem`: twice 16 words of shared memory, for the largest values and the sums of the warps.
+        `smem`: twice 16 words of shared memory, for the warps' largest values and sums.
         """
         new = self.new
         self.comment("the largest absolute value of a lane, a warp, all warps")
@@ -166,7 +166,7 @@ class TileBuilder(PtxBuilder):
         of_warp = [new("of_warp", f"mad.lo.u32 {{d}}, {warp}, 4, {address};") for address in begin]
         other = new("other", f"and.b32 {{d}}, {lane}, 15;")
         of_other = [new("of_other", f"mad.lo.u32 {{d}}, {other}, 4, {address};") for address in begin]
-        # bits of floats that are not negative compare like integers
+        # the bits of nonnegative floats compare like integers
         most = new("most", f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;")
         self.emit(f"st.shared.b32 [{of_warp[0]}], {most};", "bar.sync 0;")
         most = new("most", f"ld.shared.b32 {{d}}, [{of_other[0]}];")
@@ -217,7 +217,7 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
     """A tile. Outputs: 8. Inputs: 8 values, 8 times the lane's signs of each of the three products.
 
     A lane's outputs are four neighbours of row g of the 16, at column 16 warp + 4 t, then of row g + 8. With `int8` it
-    stores their bytes instead (the outputs mean nothing), and takes 8 times each the address of its high bytes of row g,
+    stores their bytes instead (the outputs are undefined), and takes 8 times each the address of its high bytes of row g,
     that of its low bytes, and that of the tile's scale and sum, which one thread stores.
     """
     ptx = TileBuilder()
@@ -240,10 +240,10 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
 def register_transform_ptx(
     second_mixes_halves: bool, third_mixes_halves: bool, *, tiles: int = 1, waits: bool = False
 ) -> Ptx:
-    """Tiles that stay in registers, for tensors of one element a thread (`registers.py`).
+    """Tiles that stay in registers, for tensors of one element per thread (`registers.py`).
 
-    Outputs: 8 a tile. Inputs: as many values, the signs of three products, the address of VALUES_BYTES of shared memory for
-    each tile.
+    Outputs: 8 per tile. Inputs: as many values, the signs of three products, the address of VALUES_BYTES of shared memory
+    per tile.
     """
     ptx, count = TileBuilder(), 8 * tiles
     outputs, values = [f"${i}" for i in range(count)], [f"${count + i}" for i in range(count)]
@@ -263,8 +263,8 @@ def register_transform_int8_ptx(
 ) -> Ptx:
     """The same in int8, stored in global memory.
 
-    Output: one that means nothing. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 32
-    words of shared memory, those of the thread's high bytes, of its low bytes, and of the tile's scale and sum.
+    Output: one, undefined. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 32
+    words of shared memory, of the thread's high bytes, of its low bytes, and of the tile's scale and sum.
     """
     ptx = TileBuilder()
     values = [f"${1 + i}" for i in range(8)]
@@ -289,17 +289,17 @@ def register_transform_int8_ptx(
 
 
 def fused_smem_bytes(sum_bytes: int) -> int:
-    """Shared memory of a transform fused into a kernel whose sums over its warps take `sum_bytes`."""
+    """Shared memory of a transform fused into a kernel whose cross-warp sums take `sum_bytes`."""
     return SUMS_OFFSET + max(MIN_SUM_BYTES, sum_bytes) + 128
 
 
 @cache
 def fused_transform_ptx(mix_bit_11: bool, smem_bytes: int) -> Ptx:
-    """A tile in int8 that stays in shared memory, for tensors of one element a thread.
+    """A tile in int8 that stays in shared memory, for tensors of one element per thread.
 
     Outputs: scale and sum, the same in all lanes. Inputs: 8 values, the signs of three products, the address of
     `smem_bytes` of shared memory, the addresses of the lane's high bytes of row g and of its low bytes, below SUMS_OFFSET,
-    where values were.
+    where the values were exchanged.
     """
     ptx = TileBuilder()
     results = [ptx.register("result") for _ in range(8)]
@@ -313,7 +313,7 @@ def fused_transform_ptx(mix_bit_11: bool, smem_bytes: int) -> Ptx:
 
 @cache
 def sum_threads_ptx() -> Ptx:
-    """The sum of a value of each of 512 threads, in the order of a tree: within warps, then over them.
+    """The sum of one value per thread over 512 threads, as a tree: within warps, then over them.
 
     Output: the sum, in every thread. Inputs: the value, its lane and warp, the address of 16 words of shared memory.
     """
@@ -339,7 +339,7 @@ def sum_threads_ptx() -> Ptx:
 
 @cache
 def allocate_smem_ptx(size: int) -> Ptx:
-    """Output: the address of `size` bytes of shared memory. Input: one that is not read."""
+    """Output: the address of `size` bytes of shared memory. Input: one, ignored."""
     return Ptx(text=f"{{ .shared .align 16 .b8 smem[{size}]; mov.u32 $0, smem; }}", constraints="=r,r")
 
 

@@ -1,8 +1,8 @@
-"""The entry of the Hadamard transforms: y = output_scales * H (input_scales * x) + bias + addend.
+"""The entry point of the Hadamard transforms: y = output_scales * H (input_scales * x) + bias + addend.
 
-H is block diagonal: blocks of the largest power of two that divides the width, 8192 = 2^13 or 11008 = 43 * 2^8. From blocks
-of 256 on the transform runs on tensor cores (`tile_kernel.py`, for many tokens `batched.py`), else by butterflies. Where
-the output goes to the integer tensor cores of `trellis/gemv.py`, it is quantized on the way.
+H is block diagonal: blocks of the largest power of two that divides the width, 8192 = 2^13 or 11008 = 43 * 2^8. For blocks
+of 256 and more the transform runs on tensor cores (`tile_kernel.py`, for many tokens `batched.py`), otherwise as
+butterflies. Output for the integer tensor cores of `trellis/gemv.py` is quantized in the same launch.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from requant_kernels.hadamard.butterfly import transform_butterfly
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, transform_tiles
 
 MIN_TENSOR_CORE_BLOCK = 256
-FEW_TOKENS = 16  # beyond them there are CTAs enough without one for every tile
+FEW_TOKENS = 16  # above, there are enough CTAs without one per tile
 
 
 def hadamard_transform(
@@ -24,16 +24,16 @@ def hadamard_transform(
     addend: Tensor | None = None, scales: Tensor | None = None, pair: bool = False, permute: bool = False,
     rotate: bool = True, block_size: int | None = None,
 ) -> None:  # fmt: skip
-    """Write y [m, out_width], the first `columns` of which are transformed, a multiple of 16.
+    """Write y [m, out_width], whose first `columns` values, a multiple of 16, are transformed.
 
     Args:
         x: [m, in_width], or contiguous split-K partial sums [splits, m, in_width], which are added; zero beyond in_width.
-        y: any float type; with `scales` int8 [2 m, out_width], as `hadamard_transform_int8` describes it.
+        y: any float type; with `scales` int8 [2 m, out_width], as in `hadamard_transform_int8`.
         addend: float32 [m, out_width], for example the product of the residuals.
         pair: sums and differences of neighbours, as the code `pair` multiplies them, instead of their transform: the first
-            stage is left out, and the rest doubled.
+            stage is omitted, and the rest doubled.
         permute: y in the order in which `trellis/gemm_sm90.py` reads it.
-        rotate: False: H is the identity; what is left are scales, sums and the form of y.
+        rotate: False: H is the identity; only scales, sums and the form of y remain.
         block_size: of H, a power of two that divides `columns`; None: the largest.
     """
     if block_size is None:
@@ -59,7 +59,7 @@ def hadamard_transform(
         "block_size": block_size, "tiles": -(-most // HADAMARD_TILE), "in_width": in_width, "out_width": out_width,
         "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
     }  # fmt: skip
-    # products of 16 bits without scales leave the kernel of a tile no load that would fix its registers' layout
+    # unscaled 16-bit products give the tile kernel no load that would fix its register layout
     bare = x.element_size() == 2 and input_scales is None and output_scales is None
     if scales is None and (permute or bare or x.shape[-2] > FEW_TOKENS):
         transform_batched(x, y, pair=pair, permute=permute, **common)
@@ -71,8 +71,8 @@ def hadamard_transform_int8(
     x: Tensor, input_scales: Tensor | None, *, in_width: int, out_width: int, pair: bool, asm: bool, pdl: bool,
     rotate: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """H (input_scales * x) in 16-bit fixed point: int8 [2 m, out_width], a token's high bytes, then its low ones, and
-    float32 [m, tiles, 2]: the scale of a tile of 4096 values, and the sum of its integers."""
+    """H (input_scales * x) in 16-bit fixed point: int8 [2 m, out_width], the high bytes of each token, then its low bytes;
+    and float32 [m, tiles, 2]: the scale of a tile of 4096 values, and the sum of its integers."""
     m, tiles = x.shape[0], -(-in_width // HADAMARD_TILE)
     y = torch.empty(2 * m, out_width, dtype=torch.int8, device=x.device)
     scales = torch.empty(m, tiles, 2, dtype=torch.float32, device=x.device)
