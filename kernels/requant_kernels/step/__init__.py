@@ -1,4 +1,4 @@
-"""The small operations of a decoding step, between its matrices: sums with norms, positions, attention, gates.
+"""The small operations of a decoding step, between its matrices: residual sums with norms, RoPE, attention, gates.
 
-`rms_norm.py`, `rope_cache.py`, `attention.py`, `gated.py`: a launch each (attention two); `rotated_*.py` with rotations.
+`rms_norm.py`, `rope_cache.py`, `attention.py`, `gated.py`: one launch each (attention two); `rotated_*.py` adds rotations.
 """

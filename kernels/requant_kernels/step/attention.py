@@ -1,13 +1,13 @@
 """Attention of one new token: softmax(q k^T scale) v, with grouped-query heads, over a static cache.
 
-torch's fused kernels support either a mask or grouped-query attention, not both, so keys and values would be copied once for
-every query head, and a single CTA per head would read the whole cache. Here, as in Flash-Decoding (Dao et al. 2023), the
-positions of a key head are divided among CTAs, each with all query heads that share it, and a second launch combines
+torch's fused kernels support either a mask or grouped-query attention, not both, so keys and values would be copied once per
+query head, and a single CTA per head would read the whole cache. Here, as in Flash-Decoding (Dao et al. 2023), CTAs divide
+the positions of a key head, each with all query heads that share it, and a second launch combines
 
     y = sum_i 2^(z_i) o_i / sum_i 2^(z_i)        z_i: the logarithm of a part's sum of exponentials, o_i: its output
 
-which is left out where batch and heads alone fill the GPU. How many parts there are, a captured graph fixes; how long they
-are follows from `position`, the number of tokens before this one, which is on the device. So a short context in a long
+The second launch is omitted if batch and heads alone fill the GPU. A captured graph fixes the number of parts; their length
+follows from `position`, the number of earlier tokens, which is on the device. So a short context in a long
 cache is divided as evenly as a full one, in parts of BLOCK positions at least.
 """
 
@@ -28,7 +28,7 @@ from requant_kernels.common.launch import launch
 from requant_kernels.common.pdl import wait_for_previous_launch
 
 BLOCK = 32  # positions that are multiplied at a time
-STAGES = 3  # blocks in flight, where a part has several
+STAGES = 3  # blocks in flight, if a part has several
 CTAS_PER_SM = 2
 MOST_PARTS = 128  # more do not fit the registers of the CTA that combines them
 LOG2_E = log2(2.718281828459045)
@@ -36,13 +36,13 @@ LOG2_E = log2(2.718281828459045)
 
 @triton.constexpr_function
 def padded(size):
-    """A dimension of a block: the next power of two, 16 at least."""
+    """A dimension of a block: the next power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit
 def part_length(length, parts, BLOCK: tl.constexpr):
-    """Positions of a part: whole blocks, so that only the last block of all is not full."""
+    """Positions per part: whole blocks, so that only the very last block is partial."""
     return tl.cdiv(tl.cdiv(length, parts), BLOCK) * BLOCK
 
 
@@ -50,7 +50,7 @@ def part_length(length, parts, BLOCK: tl.constexpr):
 def _attend_block(
     q, k_ptr, v_ptr, mask_ptr, at, last, scale, k_row, v_row, o, top, total, D: tl.constexpr, DP: tl.constexpr
 ):
-    """Positions `at`: one step of the softmax that goes along (Milakov & Gimelshein 2018), to base 2."""
+    """Positions `at`: one step of the online softmax (Milakov & Gimelshein 2018), to base 2."""
     d = tl.arange(0, DP)
     keep = at < last
     inside = keep[:, None] & (d < D)[None, :]
@@ -67,16 +67,16 @@ def _attend_block(
     return o, higher, total * shrunk + tl.sum(weight, 1)
 
 
-# `parts` stays special where it is 1, with y_ptr, and `length` where masks are loaded by it: 4 % of the instructions
+# keep `parts` specialized to 1, with y_ptr, and `length` where masks are loaded by it: 4 % of the instructions
 @triton.jit(do_not_specialize_on_alignment=["parts"])
 def part_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, z_ptr, y_ptr, length, scale, parts,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of the positions of one key head; grid (heads, parts, batch). STAGES 0: it is one block.
+    """A part of the positions of one key head; grid (heads, parts, batch). STAGES 0: the part is one block.
 
-    o `[b, heads GROUP, parts, D]` and z `[b, heads GROUP, parts]`, or y `[b, heads GROUP, D]` where there is one part.
+    o `[b, heads GROUP, parts, D]` and z `[b, heads GROUP, parts]`, or y `[b, heads GROUP, D]` if there is one part.
     """
     ROWS: tl.constexpr = padded(GROUP)
     DP: tl.constexpr = padded(D)
@@ -123,7 +123,7 @@ def combine_kernel(
     o_ptr, z_ptr, position_ptr, y_ptr, length, parts,
     D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query head into y `[b, h, D]`, in their order; grid (b h)."""
+    """Combine the parts of one query head into y `[b, h, D]`, in order; grid (b h)."""
     DP: tl.constexpr = padded(D)
     row = tl.program_id(0).to(tl.int64)
     p, d = tl.arange(0, PARTS), tl.arange(0, DP)
@@ -147,8 +147,8 @@ def attend(
 ) -> Tensor:
     """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d].
 
-    mask: bool [b, length], rows contiguous. position: int64, one number: of all sequences, only so many rows and the next
-    one count. It is read before the launch before this one has ended, so no launch that may still run writes it.
+    mask: bool [b, length], rows contiguous. position: int64, a single number: in all sequences only that many rows and the
+    next one count. It is read before the previous launch has finished, so no launch that may still be running may write it.
     """
     b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
@@ -181,7 +181,7 @@ def attend(
 
 
 def num_parts(rows: int, length: int, sms: int) -> int:
-    """Parts of each of so many (sequence, key head), at least a block each: enough to fill the GPU."""
+    """Parts per (sequence, key head), `rows` in number: enough to fill the GPU, with at least a block per part."""
     return max(1, min(-(-length // BLOCK), CTAS_PER_SM * sms // rows, MOST_PARTS))
 
 

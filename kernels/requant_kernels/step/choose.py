@@ -1,10 +1,10 @@
-"""The end of a step in two launches: the logits are kept, and their argmax is the next step's token.
+"""The end of a step in two launches: stores the logits, and takes their argmax as the next step's token.
 
-    key(i) = 2^32 order(logit_i) + (2^31 - 1 - i)        the token is what the largest key says
+    key(i) = 2^32 order(logit_i) + (2^31 - 1 - i)        the largest key gives the token
 
-`order` is the float32's bits as an integer that grows with the number, so one maximum of integers finds the largest logit
-and, of equal ones, the first, as torch.argmax does; NaN is the largest. torch gives a row to one SM, 29 us for 128 thousand
-tokens. Here a CTA has PART of them; the second launch has a CTA for each row, and counts the step.
+`order` maps the float32's bits to an integer that grows with the number, so one integer maximum finds the largest logit
+and, among equal ones, the first, as torch.argmax does; NaN is the largest. torch uses one SM per row, 29 us for 128 thousand
+tokens. Here a CTA handles PART of them; the second launch has a CTA per row, and counts the step.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportAttributeAccessIssue=none
@@ -54,7 +54,7 @@ def part_kernel(
 def token_kernel(
     largest_ptr, tokens_ptr, length_ptr, parts, PARTS: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr
 ):
-    """The token of one row; grid (rows). `length`, where there is one, grows by the step."""
+    """The token of one row; grid (rows). `length`, if given, is incremented."""
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     wait_for_previous_launch(PDL, False)
     key = tl.max(tl.load(largest_ptr + row * parts + p, mask=p < parts, other=LEAST), 0)
@@ -67,7 +67,7 @@ def choose_tokens(logits: Tensor, kept: Tensor, tokens: Tensor, length: Tensor |
     """Copy logits [b, v] to `kept`, their argmax to `tokens`, and add one to `length`.
 
     Args:
-        logits: rows contiguous in themselves; float16, bfloat16 or float32.
+        logits: each row contiguous; float16, bfloat16 or float32.
         kept: [b, v] of the same type, contiguous.
         tokens: int64 [b, 1], contiguous.
         length: int64, a single number.

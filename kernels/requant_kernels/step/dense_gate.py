@@ -1,4 +1,4 @@
-"""`rotated_gate.py` for many tokens, after products by cuBLAS: float16 in, the transforms by `hadamard/products.py`."""
+"""`rotated_gate.py` for many tokens, after products by cuBLAS: float16 input, transforms by `hadamard/products.py`."""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none
@@ -15,7 +15,7 @@ from requant_kernels.step.gated import activated
 from requant_kernels.step.rotated import finished
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
-VALUES, NUM_WARPS = 4096, 4  # of a CTA; values of each of the three
+VALUES, NUM_WARPS = 4096, 4  # per CTA; values of each of the three
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -50,7 +50,7 @@ def dense_gate_kernel(
 
 
 def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
-    """Whether products are those of cuBLAS, and their blocks of a size that a CTA takes."""
+    """Whether the products are cuBLAS's, with blocks of a supported size."""
     width = gate.values.shape[-1]
     return (
         gate.values.dtype == up.values.dtype == torch.float16

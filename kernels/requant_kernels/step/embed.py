@@ -1,4 +1,4 @@
-"""The beginning of a step in one launch: a row of the embedding for every token, cosines and sines of the position.
+"""The start of a step in one launch: the embedding row of every token, and cosines and sines of the position.
 
 x_t = embedding[token_t],    cos, sin = row `position` of tables, a number on the device
 """
@@ -16,7 +16,7 @@ from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.pdl import wait_for_previous_launch
 
-BLOCK = 1024  # values of a CTA
+BLOCK = 1024  # values per CTA
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -24,11 +24,11 @@ def embed_kernel(
     tokens_ptr, table_ptr, cos_table_ptr, sin_table_ptr, position_ptr, x_ptr, cos_ptr, sin_ptr, n, k, length, head_dim,
     BLOCK: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK values of one token's row; grid (blocks of a row, tokens). The first CTA copies cosines and sines too."""
+    """BLOCK values of one token's row; grid (blocks of a row, tokens). The first CTA also copies cosines and sines."""
     token, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous_launch(PDL, False)
     row = tl.load(tokens_ptr + token)
-    # a captured graph cannot raise; no memory beyond the tables is read
+    # a captured graph cannot raise; never read outside the tables
     row = tl.where((row >= 0) & (row < n), row, 0)
     x = tl.load(table_ptr + row * k + at, mask=at < k, other=0.0)
     tl.store(x_ptr + token * k + at, x, mask=at < k)
@@ -42,7 +42,7 @@ def embed_kernel(
 def embed(
     tokens: Tensor, table: Tensor, cos_table: Tensor, sin_table: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [b, k], cos [1, head_dim], sin [1, head_dim]; a token outside of the table gets row 0, a position behind the tables
+    """x [b, k], cos [1, head_dim], sin [1, head_dim]; a token outside the table gets row 0, a position beyond the tables
     their last row.
 
     Args:

@@ -50,7 +50,7 @@ def gated_kernel(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation` of gate [m, n] times up [m, n], rows contiguous in themselves; one of ACTIVATIONS."""
+    """`activation`, one of ACTIVATIONS, of gate [m, n] times up [m, n], each row contiguous."""
     m, n = gate.shape
     y = torch.empty(m, n, dtype=gate.dtype, device=gate.device)
     launch(

@@ -1,7 +1,7 @@
 """Residual sum and RMSNorm in one launch: x += delta; y = weight * x / sqrt(mean(x^2) + eps).
 
-Rounded where transformers rounds (the sum, the normalized value, the product), so that a step gives its logits; only the
-order in which the squares are added differs.
+Values are rounded where transformers rounds (the sum, the normalized value, the product), so that a step reproduces its
+logits; only the summation order of the squares differs.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportAttributeAccessIssue=none
@@ -22,7 +22,7 @@ from requant_kernels.common.pdl import wait_for_previous_launch
 def add_rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, y_ptr, k, delta_row, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One token; x and y are contiguous, and x is overwritten where there is a delta."""
+    """One token; x and y are contiguous, and x is overwritten if there is a delta."""
     at = tl.arange(0, BLOCK)
     inside = at < k
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)

@@ -1,9 +1,9 @@
-"""RoPE of the queries and keys of tokens (arXiv 2104.09864), keys and values into the cache: one launch.
+"""RoPE of the queries and keys of tokens (arXiv 2104.09864), and keys and values into the cache, in one launch.
 
-q, k  ->  x * cos + rotate_half(x) * sin        after the RMSNorm of each head where the model has one (Qwen3); of the first
-                                                values of a head where there are fewer angles (Phi-4-mini, GLM-4.5)
-k, v  ->  row `position` of the cache, a number on the device, so that a captured step goes on counting, and the rows
-          behind it where a sequence has several tokens (a prompt); beyond the last row nothing is written
+q, k  ->  x * cos + rotate_half(x) * sin        after the RMSNorm of each head if the model has one (Qwen3); only for the
+                                                first values of a head if there are fewer angles (Phi-4-mini, GLM-4.5)
+k, v  ->  row `position` of the cache, a number on the device, so that a captured step keeps counting, and the following
+          rows if a sequence has several tokens (a prompt); nothing is written beyond the last row
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportAttributeAccessIssue=none
@@ -20,7 +20,7 @@ from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.pdl import wait_for_previous_launch
 
-MANY_TOKENS = 64  # from which on a CTA takes several heads, since there are CTAs enough
+MANY_TOKENS = 64  # from which on a CTA takes several heads, since there are enough CTAs
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _normalized(x, weight_ptr, at, inside, head_dim, eps):
 
 @triton.jit
 def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim, rotary_dim, eps):
-    """x of some heads [heads, D], and the halves of them that the sine takes, loaded apart."""
+    """x of some heads [heads, D], and, loaded separately, the halves that the sine multiplies."""
     half, turned = rotary_dim // 2, at < rotary_dim
     partner = tl.where(at < half, at + half, at - half)
     x = tl.load(x_ptr + head * head_dim + at, mask=inside, other=0.0)
@@ -47,15 +47,15 @@ def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim,
     return x.to(tl.float32) * cos + other.to(tl.float32) * sin
 
 
-# `length` is compared and multiplied; `tokens` stays special where it is 1: a step divides by it
+# `length` is compared and multiplied; keep `tokens` specialized to 1: a step divides by it
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length,
     tokens, q_heads, k_heads, head_dim, rotary_dim, q_row, k_row, v_row, trig_row, eps,
     HEADS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, which divide those of q and of k: first those of q, then of k, then of v. Both caches are
-    `[b, k_heads, length, head_dim]`, and each of their sequences has `tokens` new ones."""
+    """HEADS heads of one token, a number that divides those of q and of k: first q, then k, then v. Both caches are
+    `[b, k_heads, length, head_dim]`, and each of their sequences has `tokens` new tokens."""
     token, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * HEADS
     at = tl.arange(0, D)[None, :]
     heads = tl.arange(0, HEADS)[:, None]
@@ -93,9 +93,9 @@ def rope_cache(
     """The queries after RoPE, [m, q_heads, head_dim]; the keys after it, and the values, go into the caches.
 
     Args:
-        q, k, v: [m, heads * head_dim], rows contiguous in themselves: m / b tokens of the first sequence, then of the next.
-        cos, sin: [m, rotary_dim], with the same rows where m differs from theirs (expanded); values of a head beyond
-            rotary_dim stay.
+        q, k, v: [m, heads * head_dim], each row contiguous: m / b tokens of the first sequence, then of the next.
+        cos, sin: [m, rotary_dim], expanded if all tokens share a row; values of a head beyond rotary_dim are not
+            changed.
         position: int64, a single number on the device: the row of the caches for a sequence's first token.
         keys, values: [b, k_heads, length, head_dim], contiguous and alike.
         q_norm, k_norm: [head_dim], weights of the RMSNorm of every head, with `eps`.

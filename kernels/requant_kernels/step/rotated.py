@@ -1,10 +1,10 @@
-"""What the kernels between trellis matrices share: products are finished, and activations rotated, in registers.
+"""What the kernels between trellis matrices share: finishing products and rotating activations, in registers.
 
-    y = output_scales * H product + bias            as `trellis/rotate.py` does, rounded to the type of activations
+    y = output_scales * H product + bias            as in `trellis/rotate.py`, rounded to the type of activations
     activations = H (input_scales * y)              in the form that the next product reads (`trellis/operands.py`)
 
-Both rotations of a tile of 4096 values are those of `hadamard/registers.py`, so what lies between them costs no launch, and
-no memory is touched but for what stays: the residual stream, keys and values.
+Both rotations of a tile of 4096 values are those of `hadamard/registers.py`, so the operations between them cost no launch,
+and no memory traffic except for what persists: the residual stream, keys and values.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -29,12 +29,12 @@ from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.trellis.operands import ActivationForm
 
 NUM_WARPS = 16
-MAX_TILES = 2  # of a CTA, so that a thread's values fit its registers
+MAX_TILES = 2  # per CTA, so that a thread's values fit in registers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Rotated activations as a kernel writes them."""
+    """The form in which a kernel writes rotated activations."""
 
     transform: TileTransform
     columns: int
@@ -43,7 +43,7 @@ class Target:
 
 
 def target_of(form: ActivationForm, order: tuple[int, ...], width: int) -> Target:
-    """Of activations of `width` values that lie in `order`."""
+    """The target for activations of `width` values stored in `order`."""
     return Target(
         transform=tile_transform(order, width & -width, int8=form.int8, pair=form.pair), columns=form.columns,
         num_tiles=-(-width // HADAMARD_TILE), permute=form.permute,
@@ -51,13 +51,13 @@ def target_of(form: ActivationForm, order: tuple[int, ...], width: int) -> Targe
 
 
 def tiles_of_block(width: int) -> int:
-    """Tiles of a Hadamard block of a width: 1 where a tile holds several."""
+    """Tiles per Hadamard block of a width: 1 if a tile holds several blocks."""
     return max(1, (width & -width) // HADAMARD_TILE)
 
 
 @triton.jit
 def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: tl.constexpr):
-    """A thread's eight values of a tile, split-K partial sums added, times the transform's factor. `index` is that in the
+    """A thread's eight values of a tile, split-K partial sums added, times the transform's factor. `index`: position in the
     product."""
     NEXT: tl.constexpr = 1 << TRANSFORM.order[2]
     FACTOR: tl.constexpr = TRANSFORM.factor
@@ -82,7 +82,7 @@ def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: 
 def rotate(
     values, lane, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr, CROSSES: tl.constexpr
 ):  # fmt: skip
-    """H times the values of one tile, or of two, which CROSSES mixes. NUMBER, WAITS: `transform`."""
+    """H times the values of one tile, or of two, which CROSSES mixes. NUMBER, WAITS: see `transform`."""
     if CROSSES:
         sums, differences = butterfly(values[0:8], values[8:16])
         values = sums + differences
@@ -104,8 +104,8 @@ def rotate_and_store(
     values, input_scales, lane, held, smem, token, tile, y_ptr, scales_ptr,
     NUMBER: tl.constexpr, WAITS: tl.constexpr, TARGET: tl.constexpr, CROSSES: tl.constexpr,
 ):  # fmt: skip
-    """Activations H (input_scales * values) of the tiles from `tile` on. held: the index, in a tile, of a thread's first
-    value after the transform. NUMBER, WAITS: `transform`."""
+    """Store the activations H (input_scales * values) of the tiles from `tile` on. held: the index, in a tile, of a thread's
+    first value after the transform. NUMBER, WAITS: see `transform`."""
     T: tl.constexpr = TARGET.transform
     FACTOR: tl.constexpr = T.factor
     COUNT: tl.constexpr = len(values) // 8
@@ -133,7 +133,7 @@ def rotate_and_store(
 
 @triton.jit
 def _store_float16(pointer, index, values, TARGET: tl.constexpr):
-    """Two neighbours at a time, in the order of `trellis/gemm_sm90.py` where TARGET permutes."""
+    """Two neighbours at a time, in the order of `trellis/gemm_sm90.py` if TARGET permutes."""
     NEXT: tl.constexpr = 1 << TARGET.transform.after[2]
     for pair in tl.static_range(4):
         at = index + (pair // 2) * NEXT + (pair % 2) * 2

@@ -2,8 +2,8 @@
 
     h = act(output_scales * H gate + bias) * (output_scales * H up + bias);   activations = H (input_scales * h)
 
-Gate, up and down have blocks of the same size, since the outputs of the two are the inputs of the third. So a CTA has a
-tile of a token, or a block of two tiles, and needs no other's values. Rounded as `gated.py` rounds.
+Gate, up and down have blocks of the same size, since the outputs of the first two are the inputs of the third. So a CTA has
+a tile of a token, or a block of two tiles, and needs no other values. Rounding as in `gated.py`.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -53,7 +53,7 @@ class GateShape:
     """What `rotated_gate_kernel` is compiled for."""
 
     width: int
-    num_tiles: int  # of a CTA
+    num_tiles: int  # per CTA
     crosses: bool  # a Hadamard block is two tiles
     finish: TileTransform
     gate: Source
@@ -83,7 +83,7 @@ def rotated_gate_kernel(
     index = tile * 4096 + index_of(lane, warp, AFTER)
     smem = allocate_smem(lane, ALLOCATE)
     gate_scales, up_scales, gate_bias, up_bias, input_scales = (), (), (), (), ()
-    for t in tl.static_range(COUNT):  # what no launch before this one has written
+    for t in tl.static_range(COUNT):  # what no previous launch has written
         gate_scales = gate_scales + load_eight(gate_scales_ptr, t * 4096 + index, WIDTH, NEXT)
         up_scales = up_scales + load_eight(up_scales_ptr, t * 4096 + index, WIDTH, NEXT)
         input_scales = input_scales + load_eight(input_scales_ptr, t * 4096 + index, WIDTH, NEXT)
@@ -118,7 +118,7 @@ def rotated_gate_kernel(
 
 
 def supports(width: int) -> bool:
-    """Whether a CTA holds a Hadamard block of so many values."""
+    """Whether a CTA holds a Hadamard block of this many values."""
     return width % 16 == 0 and tiles_of_block(width) <= MAX_TILES
 
 

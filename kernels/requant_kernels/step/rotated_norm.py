@@ -2,8 +2,8 @@
 
     x += output_scales * H product + bias;   y = weight * x / rms(x);   activations = H (input_scales * y)
 
-A CTA has a token, since the norm needs all of it. Every value is rounded where `trellis/rotate.py` and `rms_norm.py` round
-it. Either end may be missing: the first norm of a model follows no product, and after the last one y itself is wanted.
+A CTA has a whole token, since the norm needs all of it. Every value is rounded where `trellis/rotate.py` and `rms_norm.py`
+round it. Either end may be absent: a model's first norm follows no product, and after the last one y itself is returned.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -54,11 +54,11 @@ class NormShape:
     """What `rotated_norm_kernel` is compiled for."""
 
     width: int
-    num_tiles: int  # of a token
+    num_tiles: int  # per token
     crosses: bool  # a Hadamard block is two tiles
-    finish: TileTransform  # of the product; without one its order is that in which the stream is read
+    finish: TileTransform  # for the product; without one its order is that in which the stream is read
     source: Source | None
-    target: Target | None  # None: y is stored as it is
+    target: Target | None  # None: y is stored unrotated
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def rotated_norm_kernel(
     index = index_of(lane, warp, AFTER)
     smem = allocate_smem(lane, ALLOCATE)
     output_scales, bias, weight, input_scales = (), (), (), ()
-    for t in tl.static_range(COUNT):  # what no launch before this one has written
+    for t in tl.static_range(COUNT):  # what no previous launch has written
         weight = weight + load_eight(weight_ptr, t * 4096 + index, WIDTH, NEXT)
         if product_ptr is not None:
             output_scales = output_scales + load_eight(output_scales_ptr, t * 4096 + index, WIDTH, NEXT)
@@ -131,7 +131,7 @@ def rotated_norm_kernel(
 
 
 def supports(width: int) -> bool:
-    """Whether a CTA holds a token of so many values."""
+    """Whether a CTA holds a token of this many values."""
     return width % 16 == 0 and width <= MAX_TILES * HADAMARD_TILE
 
 
@@ -141,7 +141,7 @@ def rotated_norm(
 ) -> RotatedActivations | Tensor:  # fmt: skip
     """RMSNorm of x [m, k] plus the finished product, in x's dtype; x, contiguous, becomes the sum.
 
-    With the `input_scales` and the `form` of the matrices that read it, rotated for them.
+    With `input_scales` and `form` of the matrices that read it, the result is rotated for them.
     """
     m, k = x.shape
     found = torch.empty_like(x) if form is None else form.empty(m, x.device)

@@ -2,10 +2,10 @@
 
     q, k  ->  rope(norm(output_scales * H product + bias))        k, v  ->  the cache, from row `position` on
 
-`rotated_rope_apart` leaves keys and values to an engine that has a cache of its own, and takes RoPE's angles from its table.
-A CTA has a tile of one of the three, whose rotations are their own. Its order (`hadamard/registers.py`) is chosen so that
-after the transform a thread holds values and their partners, half a head apart, and neighbouring lanes the rest of the head.
-Rounded as `rope_cache.py` rounds.
+`rotated_rope_apart` leaves keys and values to an engine with its own cache, and takes RoPE's angles from its table. A CTA
+has a tile of one of the three, each with its own rotation. The tile's order (`hadamard/registers.py`) is chosen so that
+after the transform a thread holds values and their partners, half a head apart, and adjacent lanes the rest of the head.
+Rounding as in `rope_cache.py`.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -63,8 +63,8 @@ class RopeShape:
 
 @cache
 def head_order(head_dim: int) -> Order:
-    """The order of a tile that the transform turns into: half a head between a thread's two fours, the rest of the head in
-    the fours and the lowest bits of the lane."""
+    """The order that the transform must produce for a tile: half a head between a thread's two fours, the rest of the head
+    in the fours and the lowest bits of the lane."""
     half = head_dim.bit_length() - 2
     order = [0] * 12
     order[11] = half
@@ -102,8 +102,8 @@ def _finished_tile(
 
 @triton.jit
 def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl.constexpr):
-    """The norm of heads, if there is one, and RoPE, float32; `in_head`: the index of a thread's first value in its head.
-    `angles`: its four cosines and sines, where `sin_ptr` is None."""
+    """The norm of heads, if any, and RoPE, in float32; `in_head`: the index of a thread's first value in its head.
+    `angles`: its four cosines and sines, if `sin_ptr` is None."""
     HALF: tl.constexpr = HEAD_DIM // 2
     LANES: tl.constexpr = HEAD_DIM // 8
     if sin_ptr is None:
@@ -137,22 +137,22 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl
 
 @triton.jit
 def _row_of(position_ptr, sin_ptr, token, tokens):
-    """Where a token's key and value go: a row of the cache, or without sines its own."""
+    """The destination of a token's key and value: a row of the cache, or, without sines, the token's own row."""
     row = token * 0
     if sin_ptr is not None:
         row = tl.load(position_ptr) + token % tokens
     return row
 
 
-# `length` is only compared; `tokens` stays special where it is 1: a step divides by it
+# `length` is only compared; keep `tokens` specialized to 1: a step divides by it
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
     k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row, cache_head,
     eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens). Without sines `cos_ptr` is a table
-    that has them behind the cosines, `position_ptr` every token's row of it, and keys and values have a row a token."""
+    """A tile of one token: first those of q, then k, then v; grid (tiles, tokens). Without sines `cos_ptr` is a table with
+    cosines followed by sines, `position_ptr` every token's row of it, and keys and values have one row per token."""
     Q: tl.constexpr = SHAPE.q
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
@@ -166,7 +166,7 @@ def rotated_rope_kernel(
     index = index_of(lane, warp, AFTER)
     in_head = index % D
     angles = ()
-    if sin_ptr is None:  # a table: no launch just before this one has written it, nor the positions of tokens
+    if sin_ptr is None:  # a table: the previous launch has written neither it nor the positions of tokens
         angles = load_eight(cos_ptr + tl.load(position_ptr + token) * trig_row, in_head, D, HALF)
     else:
         cos_ptr += token * trig_row
@@ -197,7 +197,7 @@ def rotated_rope_kernel(
 
 
 def supports(head_dim: int, widths: tuple[int, ...]) -> bool:
-    """Whether a tile holds whole heads and whole Hadamard blocks of q, k and v of so many values."""
+    """Whether a tile holds whole heads and whole Hadamard blocks of q, k and v of these widths."""
     return head_dim in HEAD_DIMS and all(
         width % head_dim == 0 and tiles_of_block(width) == 1 for width in widths
     )
@@ -208,7 +208,7 @@ def rotated_rope(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The queries after RoPE, [m, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
-    arguments are those of `rope_cache`, but that RoPE is applied to whole heads."""
+    arguments are those of `rope_cache`, except that RoPE is applied to whole heads."""
     b, _, length, head_dim = keys.shape
     if cos.shape[1] != head_dim:
         raise ValueError(
