@@ -1,19 +1,19 @@
-"""The experts of prompts: all products of a kind in one launch, and the host does not learn where tokens go.
+"""The experts of prompts: one launch for all products of a kind, without the host learning where tokens go.
 
     rotate x                     one rotation serves all experts
-    route                        tokens in the order of their experts (`route.py`), and x so
-    multiply gates and ups       one launch for each number of bits, rotate, scale and gate
+    route                        sort tokens, and x, by expert (`route.py`)
+    multiply gates and ups       one launch per bit width, rotate, scale and gate
     multiply downs               rotate h, multiply, rotate
-    scale and add                each token its own rows
+    scale and add                the rows of each token
 
-A product is the trellis GEMM of sm_90 (`trellis/gemm_sm90.py`) over groups of the tokens of one expert. It decodes weights
-while it multiplies, so there is no dequantized copy of the experts: that of the gates and ups of a layer of Qwen3-30B-A3B
-would be 805 MB, to be written and read again. Torch's `grouped_mm`, which would multiply such a copy, is not used: it takes
-bfloat16 alone, where this multiplies float16 for models of either type; and chunks of experts, which would bound the copy,
-begin at rows that the host does not know.
+A product is the trellis GEMM of sm_90 (`trellis/gemm_sm90.py`) over groups of tokens of one expert. It decodes weights while
+it multiplies, so there is no dequantized copy of the experts: for the gates and ups of a layer of Qwen3-30B-A3B that would
+be 805 MB, to be written and read again. Torch's `grouped_mm`, which would multiply such a copy, is not used: it supports
+only bfloat16, while this multiplies float16 for models of either type; and chunks of experts, which would bound the copy,
+start at rows that the host does not know.
 
-Every launch has a fixed grid, and the number of launches depends on the bits of their codes alone: a prompt's graph can hold
-them. What depends on tokens is the number of passes: one has as many as MAX_BYTES of activations take.
+Every launch has a fixed grid, and the number of launches depends only on the bit widths of the codes, so a prompt's graph
+can contain them. Only the number of passes depends on tokens: MAX_BYTES of activations limit the tokens per pass.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.trellis.gemm_sm90_launch import cta_of, trellis_groups
 from requant_kernels.trellis.layout import TILE
 
-MAX_BYTES = 1 << 30  # of activations that a pass holds at once; of Qwen3-30B-A3B those of 9 k tokens
+MAX_BYTES = 1 << 30  # of activations that a pass holds at once; for Qwen3-30B-A3B those of 9 k tokens
 
 
 def supports(device: torch.device) -> bool:
@@ -42,7 +42,7 @@ def experts_prefill(
     gated: Callable[[Tensor, Tensor], Tensor] | None = None, tokens_per_cta: int | None = None,
     asm: bool = True,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] of x [m, k], contiguous, by the experts int64 [m, s] of each token, and their weights [m, s].
+    """y [m, n] of x [m, k], contiguous, with the experts int64 [m, s] of each token, and their weights [m, s].
 
     `gated`: h [rows, f] of gates and ups [rows, f]; None: silu(gate) * up. `tokens_per_cta`: one of GROUP_TOKENS
     (`trellis/gemm_sm90_launch.py`), instead of the rule's. `asm` False: outputs are rotated without PTX.
@@ -59,7 +59,7 @@ def experts_prefill(
 
 
 def bytes_of_row(gate_up: ExpertStack, down: ExpertStack, dtype: torch.dtype) -> int:
-    """At most, while gates and ups or downs are multiplied and rotated back: a row of float16, products, outputs."""
+    """The most per row, while gates and ups or downs are multiplied and rotated: a row of float16, products, outputs."""
     output = outputs_in(dtype).itemsize
     return max(
         2 * gate_up.k + gate_up.parts * gate_up.n * (2 + output),
@@ -68,7 +68,7 @@ def bytes_of_row(gate_up: ExpertStack, down: ExpertStack, dtype: torch.dtype) ->
 
 
 def outputs_in(dtype: torch.dtype) -> torch.dtype:
-    """The type of outputs without their scales, for activations of a type: float16 they may exceed."""
+    """The type of outputs before their scales are applied, for a type of activations: they may exceed float16."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -83,7 +83,7 @@ def _pass(
         tokens_per_cta = trellis_groups(gate_up.layout.bits, slots, gate_up.experts).tokens_per_cta
     where = route(experts, gate_up, per_group=tokens_per_cta)
     rotated = gathered(rotated_activations(x, gate_up.layout, tokens_per_cta).values, where.tokens, pdl=pdl)
-    # gates and ups read what has been through a norm: float16 holds their sums (`MAX_FLOAT32_TOKENS` of gemm_sm90.py)
+    # gates and ups read the output of a norm: float16 holds their sums (`MAX_FLOAT32_TOKENS` of gemm_sm90.py)
     z = product(rotated, gate_up, where, tokens_per_cta, product_type=torch.float16, dtype=x.dtype, asm=asm)
     h = gate(z, gate_up, where.experts, x.dtype, silu=gated is None, pdl=pdl)
     del z, rotated
@@ -99,7 +99,7 @@ def product(
     dtype: torch.dtype, asm: bool,
 ) -> Tensor:  # fmt: skip
     """V H (input_scales * x), rotated back and not yet scaled, [parts * rows, n] of rotated activations [rows, columns], in
-    what `outputs_in` says for `dtype`."""
+    the type given by `outputs_in` for `dtype`."""
     from requant_kernels.trellis.gemm_sm90 import group_product
 
     slots, rows = len(rotated), -(-stack.n // TILE) * TILE

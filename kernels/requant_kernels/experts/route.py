@@ -1,13 +1,13 @@
-"""Tokens in the order of their experts, without asking the device where that puts them.
+"""Sorts tokens by expert, without asking the device for the result.
 
     slots of all tokens, sorted by expert        -> rows; row r is slot order[r], of token order[r] / s
     rows of an expert, N at a time               -> groups [expert, first row, end]
 
-An expert's last group may have fewer rows. How many groups there are the device alone knows, so a launch has as many as
-there can be (`most_groups`); those beyond have expert -1.
+An expert's last group may have fewer rows. Only the device knows the number of groups, so a launch has the largest possible
+number (`most_groups`); surplus groups have expert -1.
 
-Activations are copied into this order by a kernel of our own: torch's would stop the process where rows are not computed,
-as they are not while kernels are compiled ahead (`common/compile_ahead.py`).
+Our own kernel copies activations into this order: torch's would abort the process if rows have not been computed,
+as happens while kernels are compiled ahead (`common/compile_ahead.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none
@@ -29,21 +29,21 @@ BLOCK, GROUPS_PER_CTA, COLUMNS = 1024, 32, 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """Where the slots of m tokens, s each, are as rows."""
+    """The mapping between the slots of m tokens, s each, and rows."""
 
-    experts: Tensor  # int16 [m s]: of every row, ascending
-    tokens: Tensor  # int32 [m s]: of every row
-    rows: Tensor  # int32 [m s]: of every slot
+    experts: Tensor  # int16 [m s]: per row, ascending
+    tokens: Tensor  # int32 [m s]: per row
+    rows: Tensor  # int32 [m s]: per slot
     groups: Tensor  # int32 [g, 3]
 
 
 def most_groups(slots: int, experts: int, per_group: int) -> int:
-    """Of all ways to divide so many slots among the experts."""
+    """The largest number of groups over all ways to divide this many slots among the experts."""
     return slots // per_group + min(slots, experts)
 
 
 def route(experts: Tensor, stack: ExpertStack, *, per_group: int) -> Route:
-    """Of the experts int64 [m, s] of each token."""
+    """The route for the experts int64 [m, s] of each token."""
     slots, (count, per_token), device = experts.numel(), (stack.experts, experts.shape[1]), experts.device
     own, order = experts.flatten().to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(own, stack.numbers, right=True, out_int32=True)
@@ -65,7 +65,7 @@ def route_kernel(
     order_ptr, ends_ptr, tokens_ptr, rows_ptr, groups_ptr, slots, groups, PER_TOKEN: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows and GROUPS groups a CTA; `ends` int32 [EXPERTS]: the end of every expert's rows."""
+    """BLOCK rows and GROUPS groups per CTA; `ends` int32 [EXPERTS]: the end of every expert's rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(order_ptr + row, mask=row < slots, other=0).to(tl.int32)
     tl.store(tokens_ptr + row, slot // PER_TOKEN, mask=row < slots)
@@ -88,7 +88,7 @@ def route_kernel(
 
 
 def gathered(x: Tensor, rows: Tensor, *, pdl: bool) -> Tensor:
-    """x[rows], of x [m, k], contiguous."""
+    """x[rows], for x [m, k], contiguous."""
     k = x.shape[1]
     y = torch.empty(len(rows), k, dtype=x.dtype, device=x.device)
     launch(

@@ -1,5 +1,5 @@
-"""What follows the products of experts: scales and biases of each slot's own matrix, the gate, and the sum over a token's
-experts. Elementwise, in plain Triton.
+"""The operations after the products of experts: scales and biases of each slot's own matrix, the gate, and the sum over a
+token's experts. Elementwise, in plain Triton.
 
     h_j = silu(s_gate z_gate + b_gate) * (s_up z_up + b_up)          y_t = sum_j w_j (s_j z_j + b_j)
 """
@@ -34,7 +34,7 @@ def gate_kernel(
     z_ptr, scales_ptr, biases_ptr, experts_ptr, h_ptr, n, NUM_EXPERTS: tl.constexpr, SILU: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z [2, slots, n] -> h [slots, n], or without SILU [2, slots, n], scaled only; grid (slots, blocks)."""
+    """z [2, slots, n] -> h [slots, n], or without SILU [2, slots, n], only scaled; grid (slots, blocks)."""
     slot, slots = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -54,7 +54,7 @@ def combine_kernel(
     z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, rows_ptr, y_ptr, n, PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks). `rows`: of z and experts, for every slot."""
+    """z [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks). `rows`: index into z and experts, per slot."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -87,7 +87,7 @@ def combine(
     z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, rows: Tensor | None = None,
     pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: of z and experts, which are in another order."""
+    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: maps slots to z and experts in another order."""
     (m, per_token), n = weights.shape, stack.n
     y = torch.empty(m, n, dtype=dtype, device=z.device)
     launch(

@@ -1,7 +1,7 @@
-"""Trellis matrices of all experts of a layer, of one shape, stacked for launches that find theirs by expert.
+"""Trellis matrices of all experts of a layer, of one shape, stacked so that launches can index them by expert.
 
-Experts may have codes of different widths; those of one width are a stack, and a launch. Input scales are signs that depend
-on the seed and the number of columns alone, so one rotation of x serves all experts; output scales are each matrix's own.
+Experts may have codes of different bit widths; each width is one stack, and one launch. Input scales are signs that depend
+only on the seed and the number of columns, so one rotation of x serves all experts; every matrix has its own output scales.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ class ExpertStack:
     by_bits: Mapping[
         float, tuple[TrellisLayout, Tensor]
     ]  # stacked codes, and int32 [matrices]: index of each in them or -1
-    index_of: Sequence[tuple[float, int]]  # of every matrix: its bits, and its index there
+    index_of: Sequence[tuple[float, int]]  # per matrix: its bits, and its index there
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
-    numbers: Tensor  # int16: 0, 1, .. of the experts
+    numbers: Tensor  # int16: the experts' numbers 0, 1, ..
     parts: int
     n: int
     k: int
@@ -34,7 +34,7 @@ class ExpertStack:
 
     @property
     def layout(self) -> TrellisLayout:
-        """One of the stacks: what all have in common."""
+        """One of the stacks: for what all have in common."""
         return next(iter(self.by_bits.values()))[0]
 
     def codes(self, matrix: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""The experts of a step of few tokens, by launches whose number does not depend on tokens or experts.
+"""The experts of a step of few tokens, in a number of launches that does not depend on tokens or experts.
 
     rotate x, multiply gates and ups, rotate, scale and gate, rotate, multiply downs, rotate, scale and add
 
-A product is one launch of the one-token GEMV (`trellis/gemv.py`) over slots (`common/slots.py`) for each number of bits that
-the stack holds; a CTA whose expert has another width ends at once. Where all CTAs run at once and rotate the token
-themselves (`trellis/fused_hadamard.py`), the first rotation has no launch. Tokens that choose the same expert read its codes
-each by itself, from the L2 cache at best: for a few tokens that costs little, for many a GEMM is better.
+A product is one launch of the one-token GEMV (`trellis/gemv.py`) over slots (`common/slots.py`) per bit width in the stack;
+a CTA whose expert has another width exits at once. If all CTAs are resident at once and rotate the token themselves
+(`trellis/fused_hadamard.py`), the first rotation needs no launch. Tokens that choose the same expert each read its codes,
+from the L2 cache at best: that costs little for a few tokens; for many a GEMM is better.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from requant_kernels.trellis.layout import TILE
 
 
 def supports(device: torch.device) -> bool:
-    """Where there is inline PTX."""
+    """Devices with inline PTX."""
     return supports_ptx(device)
 
 
@@ -33,7 +33,7 @@ def experts_step(
     x: Tensor, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, weights: Tensor, *,
     gated: Callable[[Tensor, Tensor], Tensor] | None = None, asm: bool = True,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] of x [m, k], contiguous, by the experts int64 [m, s] of each token, and their weights [m, s].
+    """y [m, n] of x [m, k], contiguous, with the experts int64 [m, s] of each token, and their weights [m, s].
 
     `gated`: h [slots, f] of gates and ups [slots, f]; None: silu(gate) * up. `asm` False: rotations without PTX.
     """
@@ -47,7 +47,7 @@ def experts_step(
 
 
 def product(x: Tensor, stack: ExpertStack, experts: Tensor, *, per_token: int, asm: bool) -> Tensor:
-    """H V H (input_scales * x) of every slot, float32 [parts * slots, n]; slots i of a part read row i / per_token of x."""
+    """H V H (input_scales * x) for every slot, float32 [parts * slots, n]; slot i of a part reads row i / per_token of x."""
     pdl, first = supports_pdl(x.device), stack.layout
     total, rows = stack.parts * len(experts), -(-stack.n // TILE) * TILE
     configs = {
