@@ -4,16 +4,16 @@ The recursion is that of `gpu.py`:
 
     cost'[u] = min over states s that end in u of ( cost[s >> shift] + |x - values[s]|^2 ),   |x|^2 left out
 
-The cost before a step belongs to the bits that the step keeps, so 2^shift neighbouring states share it. It is repeated for
-them first (`_repeat`); everything after that runs over consecutive addresses. New costs are made CHUNK at a time, so that
-they and the repeated ones stay in the L1 cache, which takes a quarter to a third off the time at 2 to 4 bits.
+The cost before a step belongs to the bits that the step keeps, so 2^shift adjacent states share it. `_repeat` first
+replicates it for them; everything after that runs over consecutive addresses. New costs are computed CHUNK at a time, so
+that they and the repeated ones stay in the L1 cache, which takes a quarter to a third off the time at 2 to 4 bits.
 
-No back-pointers are stored, which would cost a store for every state and step. The costs after all steps are kept instead,
-and the backward pass evaluates again the 2^shift predecessors of the one state that it is in. A search through 256 weights,
-one a step, takes 4 ms on a core; torch operators take 26 ms. The GIL is released, so threads can search in parallel.
+No back-pointers are stored, which would cost a store per state and step. Instead the costs after all steps are kept, and
+the backward pass re-evaluates the 2^shift predecessors of the one state that it is in. A search through 256 weights,
+one per step, takes 4 ms on a core; torch operators take 26 ms. The GIL is released, so threads can search in parallel.
 
-To compile the loops takes seconds and 140 MB. numba keeps them on disk where it finds a folder that can be written: next to
-this file, in the user's cache, or where NUMBA_CACHE_DIR says; nothing depends on it.
+Compiling the loops takes seconds and 140 MB. numba caches them on disk if it finds a writable folder: next to
+this file, in the user's cache, or NUMBA_CACHE_DIR; nothing depends on it.
 """
 
 # pyright: reportMissingTypeStubs=none, reportUntypedFunctionDecorator=none, reportUnknownMemberType=none
@@ -28,17 +28,17 @@ from numba import njit
 from numpy import ndarray
 
 UNREACHABLE = np.float32(1e30)  # finite: comparing with infinity makes the minimum slower
-CHUNK = 2048  # 8 KiB of each array
+CHUNK = 2048  # 8 KiB per array
 MINIMUM_FLAGS = {"nnan", "nsz"}  # with them a minimum is one vector instruction; sums are not reordered
 
 
 def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`njit` of loops that hold no Python object, kept on disk where that is possible."""
+    """`njit` for loops that hold no Python object, cached on disk if possible."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             loops: Any = njit(cache=True, nogil=True, **options)(function)
-        except RuntimeError:  # no folder can be written
+        except RuntimeError:  # no writable folder
             return njit(nogil=True, **options)(function)
         for name in ("load_overload", "save_overload"):
             setattr(loops._cache, name, _or_nothing(getattr(loops._cache, name)))
@@ -48,7 +48,7 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """None where the call fails, which numba takes for a loop that is not kept: no full disk or damaged file ends a run."""
+    """None if the call fails, which numba takes as a loop that is not cached: no full disk or damaged file ends a run."""
 
     def attempt(*args: Any) -> Any:
         with suppress(Exception):
@@ -61,7 +61,7 @@ def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
 @_compiled(boundscheck=False)
 def _repeat(cost, shift, few, repeated):
     """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors, up to four at once: longer
-    runs are made of the shorter ones in `few`. (Eight at once take three times as long since LLVM 22.)"""
+    runs are built from the shorter ones in `few`. (Eight at once take three times as long since LLVM 22.)"""
     if shift == 1:
         for j in range(cost.shape[0]):
             value = cost[j]
@@ -106,8 +106,8 @@ def _first(distance, weight, values, cost, new_cost):
 
 @_compiled(fastmath=MINIMUM_FLAGS, boundscheck=False)
 def _smaller(distance, weight, values, cost, before, new_cost):
-    """new_cost = min(before, distance + weight * values + cost), of another array than `before`: written
-    over it, a minimum becomes a store under a mask (LLVM 22), which takes three times as long."""
+    """new_cost = min(before, distance + weight * values + cost); `before` must be another array: a minimum written
+    over it becomes a masked store (LLVM 22), which takes three times as long."""
     for u in range(new_cost.shape[0]):
         new_cost[u] = min(before[u], distance[u] + weight * values[u] + cost[u])
 
@@ -116,7 +116,7 @@ def _smaller(distance, weight, values, cost, before, new_cost):
 def _relax(distance, weight, values, cost, shift, few, repeated, least, new_cost):
     """new_cost[u] = min of distance[s] + weight * values[s] + cost[s >> shift] over the states s that end in u.
 
-    The minima so far are in one row of `least` and go to the other, the last ones to `new_cost`.
+    The running minima alternate between the two rows of `least`; the last ones go to `new_cost`.
     """
     width = new_cost.shape[0]
     size = min(width, repeated.shape[0])
@@ -200,7 +200,7 @@ def viterbi_paths(
 
     Args:
         targets: b sequences of t steps of v weights.
-        values: what each of the states stands for.
+        values: the values that each state represents.
         shifts: new bits of each step, repeated along the steps.
         pinned: the last bits, as many as a first step keeps, of the state before the first step and of the last state.
     """

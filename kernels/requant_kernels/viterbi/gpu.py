@@ -1,25 +1,25 @@
-"""Viterbi search through the bitshift trellis on a GPU: one CTA a sequence, the 65536 states in registers.
+"""Viterbi search through the bitshift trellis on a GPU: one CTA per sequence, the 65536 states in registers.
 
-A state s is a window of 16 bits of the stream (QTIP: Tseng et al. 2024, arXiv 2406.11235); a step shifts `shift` new bits
-in. All states with the same last 16 - shift bits u have the same future, so only the cheapest of them survives:
+A state s is a 16-bit window of the stream (QTIP: Tseng et al. 2024, arXiv 2406.11235); a step shifts in `shift` new bits.
+All states with the same last 16 - shift bits u have the same future, so only the cheapest of them survives:
 
     cost'[u] = min over p of ( cost[s >> shift] + |x - values[s]|^2 ),   s = p 2^(16 - shift) + u
 
 The costs of the 2^(16 - shift) values of u pass through shared memory between steps; the surviving p of each u, the
-back-pointer, goes to global memory. Where steps have different numbers of bits, the costs after a step are indexed by the
+back-pointer, goes to global memory. If steps have different numbers of bits, the costs after a step are indexed by the
 bits that the next step keeps.
 
-A state's 16 bits are, from the highest, [ registers | thread | registers ]. The high ones hold all p of a u, so that the
-minimum over p stays inside a thread; the low ones, LOW of them, are among the newest `shift` bits, which the cost before the
-step does not depend on: one read of shared memory serves 2^LOW states. The back-pointer travels in the low bits of its cost:
-costs are not negative, so their bit patterns compare like integers, and an argmin is one integer minimum. The back-pointers
-of a thread's u are packed into one word, 4 KB a step.
+A state's 16 bits are, from the highest, [ registers | thread | registers ]. The high ones contain all p of a u, so that the
+minimum over p stays inside a thread. The low ones, LOW of them, are among the newest `shift` bits, which do not affect the
+cost before the step: one read of shared memory serves 2^LOW states. The back-pointer travels in the low bits of its cost:
+costs are nonnegative, so their bit patterns compare like integers, and an argmin is one integer minimum. The back-pointers
+of a thread's u are packed into one word, 4 KB per step.
 
-What matters most is that nothing spills beyond L1: values of pairs stay in float16 until they are used, two in a register,
-and are subtracted there (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.5 to 4.8 times
-as long. A step takes about six machine instructions a state, nine where a state stands for two weights.
+What matters most is that nothing spills beyond L1. Values of pairs stay in float16, two per register, until they are used,
+and are subtracted in that type (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.5 to 4.8
+times as long. A step takes about six machine instructions per state, nine if a state represents two weights.
 
-`_backtrack` reads the path back, many sequences a CTA, because each of its loads depends on the one before.
+`_backtrack` follows the path backward, many sequences per CTA, because each of its loads depends on the previous one.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_ptx
 from requant_kernels.common.launch import interned, launch
 
-# cost + (a - x)^2 + (b - y)^2 of a pair of float16 in a word; differences are rounded to float16
+# cost + (a - x)^2 + (b - y)^2 for a pair of float16 in a word; differences are rounded to float16
 PAIR_ERROR: tl.constexpr = tl.constexpr("""{
     .reg .b32 both; .reg .b16 low, high; .reg .f32 a, b;
     sub.rn.f16x2 both, $2, $3;
@@ -46,17 +46,17 @@ PAIR_ERROR: tl.constexpr = tl.constexpr("""{
 }""")
 UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits makes no NaN
 BACK_POINTER_BYTES = 1 << 31  # memory for the back-pointers of the sequences searched at once
-SEQUENCES_PER_CTA = 32  # of the backtracking
+SEQUENCES_PER_CTA = 32  # in the backtracking
 WARPS = 32
-MOST_WORDS = 1024  # of back-pointers a step: one a thread
-REGISTER_BITS = 6  # of a state: 2^16 states by 32 warps
+MOST_WORDS = 1024  # of back-pointers per step: one per thread
+REGISTER_BITS = 6  # of a state: 2^16 states over 32 warps
 
 
 @triton.jit
 def _total(cost, x, values, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """The costs of all states with the step's target x, from those before it.
+    """The costs of all states with the step's target x added to the costs before it.
 
-    Pairs are subtracted in float16. Targets are rounded to it then, by 2^-11 of themselves, which moves the least cost by
+    Pairs are subtracted in float16. This rounds targets by up to 2^-11 of their value, which changes the least cost by
     the square of that.
     """
     if VECTOR == 1:
@@ -97,7 +97,7 @@ def _step(
     p = high >> (16 - NEXT - LOW)
     tagged = (total.to(tl.int32, bitcast=True) & -CANDIDATES) | p[None, :]
     best = tl.min(tl.reshape(tagged, [1 << LOW, CANDIDATES, WIDTH >> LOW]), axis=1)
-    # a thread has all u that are alike in the bits between: their back-pointers make one word
+    # a thread has all u that agree in the middle bits: their back-pointers make one word
     FIELDS: tl.constexpr = WIDTH // WORDS >> LOW
     field = tl.arange(0, 1 << LOW)[:, None] + (tl.arange(0, FIELDS) << LOW)[None, :]
     pointers = (tl.reshape(best, [1 << LOW, FIELDS, WORDS]) & (CANDIDATES - 1)) << (field * NEXT)[:, :, None]
@@ -134,7 +134,7 @@ def _forward(
     tl.store(final + sequence * FIRST_WIDTH + u, cost)
 
 
-# whatever the number of sequences, which is 1, a multiple of 16, or neither
+# independent of the number of sequences being 1, a multiple of 16, or neither
 @triton.jit(do_not_specialize=["sequences"])
 def _backtrack(
     back_pointers, ends, states, sequences, STEPS: tl.constexpr, SHIFTS: tl.constexpr, LOW: tl.constexpr,
@@ -156,7 +156,7 @@ def _backtrack(
 
 @triton.jit
 def _state_before(word, u, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr):
-    """The state that survives in u, from the word of back-pointers that has u's."""
+    """The state that survives in u, given the word that holds u's back-pointer."""
     field = u & ((1 << LOW) - 1) | u // (WORDS << LOW) << LOW
     p = word >> (field * NEXT) & ((1 << NEXT) - 1)
     return (p << (16 - NEXT)) + u
@@ -168,8 +168,8 @@ def viterbi_paths(
     """The cheapest path of every sequence.
 
     Args:
-        targets: Float32 [b, t, v], v = 1 or 2 weights a step.
-        values: Float32 [65536, v], exact in float16: what each state stands for.
+        targets: Float32 [b, t, v], v = 1 or 2 weights per step.
+        values: Float32 [65536, v], exact in float16: the values that each state represents.
         shifts: new bits of each step, 1 to 8, repeated along the steps.
         pinned: Int64 [b] or None: the last 16 - shifts[0] bits of the state before the first step and of the last state.
 
@@ -210,9 +210,9 @@ def viterbi_paths(
 def _constants(
     steps: int, vector: int, shifts: tuple[int, ...], pinned: bool, ptx: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Of the forward pass and of the backtracking.
+    """The constants of the forward pass and of the backtracking.
 
-    LOW: the more of a state's low bits a thread has all values of, the fewer reads, as long as the high ones keep all p.
+    LOW: the more low bits of a state a thread has all values of, the fewer reads, as long as the high ones hold all p.
     """
     most = max(shifts)
     low, words = max(0, min(min(shifts), REGISTER_BITS - most)), min(MOST_WORDS, 1 << (16 - most))
