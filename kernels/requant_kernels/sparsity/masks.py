@@ -6,11 +6,11 @@
                           sums of two scores, in float32
     soft_threshold        sign(w) max(|w| - t, 0), t the second smallest magnitude of the group
 
-A thread holds whole groups, or whole blocks, in registers: nothing is shared, and loads and stores are of 4 values. So each
-kernel is bound by memory where its arithmetic is short enough: 6 comparisons a group for `keep2`; for the 90 patterns 186
-additions and 90 comparisons a block of 16. Every comparison and sum is the one torch makes, in the same order, so masks and
-projections are equal bit for bit, also for ties and zeros, and masks for infinities and NaN. The scale of S-STE is summed
-in float64 in another order.
+A thread holds whole groups, or whole blocks, in registers: nothing is shared, and loads and stores are 4 values wide. So
+each kernel is memory-bound if its arithmetic is short enough: 6 comparisons per group for `keep2`; for the 90 patterns 186
+additions and 90 comparisons per block of 16. All comparisons and sums are torch's, in the same order, so masks and
+projections are equal bit for bit, including ties and zeros, and masks also for infinities and NaN. The scale of S-STE is
+summed in float64 in another order.
 """
 
 import itertools
@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST_SCORE = torch.finfo(torch.float32).max / 16  # sums of eight stay finite
-GROUPS_PER_CTA = 512  # of four values
-BLOCKS_PER_CTA = 128  # of 4 x 4 values, one a thread
+GROUPS_PER_CTA = 512  # groups of four values
+BLOCKS_PER_CTA = 128  # blocks of 4 x 4 values, one per thread
 PAIRS = tuple(itertools.combinations(range(4), 2))
-# the patterns as four numbers of PAIRS, one a row, in the order of `requant.sparsity.masks.TRANSPOSABLE`
+# the patterns as four indices into PAIRS, one per row, in the order of `requant.sparsity.masks.TRANSPOSABLE`
 BLOCK_PATTERNS = tuple(
     rows
     for rows in itertools.product(range(6), repeat=4)
@@ -56,7 +56,7 @@ def _joined(first, second, third, fourth, SIZE: tl.constexpr):
 
 @triton.jit
 def _finite(scores, LARGEST: tl.constexpr, NAN: tl.constexpr):
-    """In float32, within LARGEST, and NAN where there is no number."""
+    """Scores in float32, clamped to LARGEST, with NAN in place of NaN."""
     scores = scores.to(tl.float32)
     clamped = tl.minimum(tl.maximum(scores, -LARGEST), LARGEST)
     return tl.where(scores == scores, clamped, NAN)
@@ -64,7 +64,7 @@ def _finite(scores, LARGEST: tl.constexpr, NAN: tl.constexpr):
 
 @triton.jit
 def keep2_kernel(scores_ptr, mask_ptr, numel, LARGEST: tl.constexpr, SIZE: tl.constexpr):
-    """Grid: SIZE groups a CTA."""
+    """Grid: SIZE groups per CTA."""
     at = tl.program_id(0).to(tl.int64) * (4 * SIZE) + tl.arange(0, 4 * SIZE)
     scores = tl.load(scores_ptr + at, mask=at < numel, other=0.0)
     a, b, c, d = _columns(_finite(scores, LARGEST, float("-inf")), SIZE)
@@ -126,14 +126,14 @@ def keep2_transposable_kernel(scores_ptr, mask_ptr, k, LARGEST: tl.constexpr, SI
 
 @triton.jit
 def _thresholded(value, threshold):
-    """A zero has the sign of w, as in torch; `-kept` would be `0 - kept` in Triton."""
+    """A zero keeps the sign of w, as in torch; `-kept` would be `0 - kept` in Triton."""
     sign = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
     return sign * tl.maximum(tl.abs(value) - threshold, 0.0)
 
 
 @triton.jit
 def soft_threshold_kernel(weight_ptr, projected_ptr, sums_ptr, numel, FITS: tl.constexpr, SIZE: tl.constexpr):
-    """Grid: SIZE groups a CTA. With FITS the CTA's sums of w s and of s s go to `sums_ptr`, float64, instead of s."""
+    """Grid: SIZE groups per CTA. With FITS the CTA's sums of w s and of s s go to `sums_ptr`, float64, instead of s."""
     at = tl.program_id(0).to(tl.int64) * (4 * SIZE) + tl.arange(0, 4 * SIZE)
     stored = tl.load(weight_ptr + at, mask=at < numel, other=0.0)
     weight = stored.to(tl.float32)

@@ -1,13 +1,14 @@
 """`x w'` with a 2:4 matrix of 16-bit values, by cuSPARSELt through torch.
 
-    y [m, n] = x [m, k] w',    w 2:4 along k, stored as half of its values and 1 bit a weight of metadata
+    y [m, n] = x [m, k] w',    w 2:4 along k, stored as half of its values and 1 bit of metadata per weight
 
-The tensor cores of Ampere to Hopper skip the zeros, which pays where arithmetic is the limit: from some number of tokens
-m on, below which the dense product is faster. cuSPARSELt has several algorithms for a product. It can search for the best,
-but a search synchronizes, cannot be captured in a CUDA graph, and has been seen to leave the library in an error; so they
-come from a table (`tuned/semi_structured.json`, by `kernels/bench/semi_structured.py`), by GPU, shape and m. A shape or a
-GPU that it lacks is multiplied dense: the default algorithm, 1.13 to 1.53 times as fast as dense bfloat16 from 1024 tokens
-on at four shapes of an H200, takes a fifth to a half longer on an H100, where the best gains 2 to 7 % (docs/sparsity.md).
+The tensor cores of Ampere to Hopper skip the zeros, which pays off when the product is compute-bound: from some number of
+tokens m on; below it the dense product is faster. cuSPARSELt has several algorithms per product. It can search for the best,
+but a search synchronizes, cannot be captured in a CUDA graph, and has been seen to leave the library in an error state. So
+algorithms come from a table (`tuned/semi_structured.json`, by `kernels/bench/semi_structured.py`), by GPU, shape and m. A
+shape or GPU missing there is multiplied dense: the default algorithm, 1.13 to 1.53 times as fast as dense bfloat16 from 1024
+tokens on at four shapes of an H200, takes a fifth to a half longer on an H100, where the best gains 2 to 7 %
+(docs/sparsity.md).
 """
 
 import json
@@ -21,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TABLE = Path(__file__).parents[1] / "tuned" / "semi_structured.json"
-WEIGHT_MULTIPLE, TOKEN_MULTIPLE = 16, 8  # what cuSPARSELt takes, of 16-bit values
+WEIGHT_MULTIPLE, TOKEN_MULTIPLE = 16, 8  # required by cuSPARSELt for 16-bit values
 Algorithms = tuple[
     tuple[int, int], ...
-]  # (tokens from which on, algorithm), ascending; empty: dense is faster
+]  # (smallest number of tokens, algorithm), ascending; empty: dense is faster
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ def algorithms(n: int, k: int, device_name: str) -> Algorithms:
 
 
 def algorithm_for(tokens: int, rows: Algorithms) -> int | None:
-    """The algorithm for a number of tokens; None where the dense product is faster."""
+    """The algorithm for a number of tokens; None if the dense product is faster."""
     found = None
     for first, algorithm in rows:
         if tokens >= first:
@@ -52,7 +53,7 @@ def algorithm_for(tokens: int, rows: Algorithms) -> int | None:
 
 
 def compress(weight: Tensor) -> Tensor:
-    """A 2:4 matrix [n, k] as cuSPARSELt reads it."""
+    """A 2:4 matrix [n, k] in the form that cuSPARSELt reads."""
     return torch._cslt_compress(weight.contiguous())
 
 
@@ -66,7 +67,7 @@ def semi_structured_linear(x: Tensor, compressed: Tensor, bias: Tensor | None, a
 
 @cache
 def _table(file: Path) -> dict[str, dict[str, Algorithms]]:
-    """GPU -> `NxK` -> algorithms; nothing where there is no file, or with a warning where it is damaged."""
+    """GPU -> `NxK` -> algorithms; empty if there is no file, or, with a warning, if it is damaged."""
     if not file.exists():
         return {}
     try:
