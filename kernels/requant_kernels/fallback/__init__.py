@@ -1,1 +1,1 @@
-"""The layers without Triton: `torch_fallback.py` serves on any device, `reference.py` is what kernels are tested against."""
+"""The layers without Triton: `torch_fallback.py` runs on any device, `reference.py` is the reference for testing kernels."""

@@ -3,9 +3,9 @@
     y = (x / column_scales) @ dense^T + x @ sparse^T + bias
 
 Covered: `linear`, `dequantize` and `lookup` of grids, codebooks and trellises with their residuals, and the Hadamard
-transform. It starts from the packed layout, so packing errors show only in the round trips of `pack_*` and `unpack_*`. Not
+transform. It starts from the packed layout, so only the round trips of `pack_*` and `unpack_*` can show packing errors. Not
 covered: the attention kernel (torch's own softmax is its reference) and the Viterbi search (`viterbi/cpu.py`). Inputs keep
-the rounding they have: scales, levels and activations are float16 (bfloat16) numbers, and only the arithmetic is exact.
+their rounding: scales, levels and activations are float16 (bfloat16) numbers; only the arithmetic is exact.
 """
 
 import torch
@@ -43,7 +43,7 @@ def sparse(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -
 
 
 def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The dequantized weight [n, k]: dense part and residuals."""
+    """The dequantized weight [n, k]: dense part plus residuals."""
     if isinstance(layout, TrellisLayout):
         return trellis_weight(layout, dtype) + sparse(layout, dtype)
     matrix = dense(layout, dtype)
@@ -77,7 +77,7 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
     sequences = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
     code_bits = torch.tensor(step_bits(layout.quad_bits), device=sequences.device).repeat(64)
     window, shift = torch.zeros_like(sequences), torch.zeros_like(code_bits)
-    for back in range(16):  # at least one bit a code
+    for back in range(16):  # at least one bit per code
         window |= sequences.roll(back, 1) << shift
         shift += code_bits.roll(back)
     window &= 0xFFFF
@@ -98,7 +98,7 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
 
 
 def trellis_weight(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k], without the H that it lacks."""
+    """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k]; an H may be absent."""
     values = trellis_values(layout, dtype)
     rows, columns = values.shape
     if layout.rotates_output:

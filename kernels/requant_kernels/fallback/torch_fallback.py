@@ -1,7 +1,7 @@
-"""The torch path of grids, codebooks and a trellis' rows on any device: dequantize some row tiles, multiply, free them.
+"""The torch path for grids, codebooks and trellis rows on any device: dequantize some row tiles, multiply, free them.
 
-Memory is bounded by WEIGHTS_AT_ONCE weights at a time. On a CPU this is the kernel: packed codes are unpacked a bit field at
-a time (two or three integer operations a code) and torch's own matrix product does the rest, on torch's threads.
+WEIGHTS_AT_ONCE bounds the weights in memory at a time. On a CPU this is the kernel: packed codes are unpacked one bit field
+at a time (two or three integer operations per code) and torch's own matrix product does the rest, on torch's threads.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def linear(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None, confi
 
 
 def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The matrix [n, k] in `dtype`, as `linear` uses it."""
+    """The matrix [n, k] in `dtype`, as used by `linear`."""
     tiles = layout.packed_codes.shape[0]
     step = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * layout.k))
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
@@ -115,7 +115,7 @@ def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
 
 
 def lookup_bands(tokens: Tensor, layouts: Sequence[TrellisLayout], dtype: torch.dtype) -> Tensor:
-    """Rows `tokens` of trellises one below the other, without residuals and rotations of their outputs: [m, k] in `dtype`.
+    """Rows `tokens` of vertically stacked trellises without residuals and output rotations: [m, k] in `dtype`.
 
     Raises IndexError for a token outside of them.
     """
@@ -146,7 +146,7 @@ def _trellis_rows(tokens: Tensor, layout: TrellisLayout) -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """H x of every row, by butterflies: `reference.hadamard` without its matrix, which has the square of a row's size."""
+    """H x for every row, by butterflies: `reference.hadamard` without its matrix, whose size is the square of a row's."""
     size = x.shape[1] & -x.shape[1]
     y, half = x * size**-0.5, 1
     while half < size:
