@@ -1,23 +1,23 @@
-"""On which architectures of transformers requant works: a tiny random model of each, quantized, saved, loaded, continued.
+"""Which architectures of transformers work with requant: a tiny random model of each is quantized, saved, loaded, continued.
 
     python -m eval.architectures [--only TYPE] [--device cuda] [--out FILE]
 
-Writes `architectures.json`, a row a model type. Model types are those of `AutoModelForCausalLM`, and some whose checkpoints
-hold a language model beside encoders of images or sounds; these are saved as people have them, with the encoders. A row's
-`outcome`:
+Writes `architectures.json`, one row per model type. The model types are those of `AutoModelForCausalLM`, plus some whose
+checkpoints hold a language model next to image or audio encoders; these are saved as published, with the encoders. A row's
+`outcome` is one of:
 
-    works       by every one of RUNS, what is loaded computes the logits of the run, bit for bit, and goes on token by token
-    partly      the same, but less than COVERED of the weights in blocks are quantized
-    refused     in one sentence before any work (`said`)
-    fails       a traceback, other logits, steps that forget the text (FORGETS), or no end within SECONDS (`said`)
-    not built   transformers, or `tiny_configs.py`, makes no such model (`said`)
+    works       in each of RUNS, the loaded checkpoint computes the run's logits, bit for bit, and continues token by token
+    partly      the same, but less than COVERED of the weights in the blocks are quantized
+    refused     with one sentence, before any work (`said`)
+    fails       a traceback, different logits, steps that forget the text (FORGETS), or not done within SECONDS (`said`)
+    not built   transformers, or `tiny_configs.py`, cannot make such a model (`said`)
     no decoder  not tried: an encoder, or half of a sequence-to-sequence model
 
-On a GPU every run has embedding and head in codes, and trellis codes train a few steps. The dequantized model's logits may
-differ by ROUNDING, relative to their norm. In bfloat16, by the kernels, they may be KERNELS times as far from the run's as
-those of the dequantized model, and ROUNDING more.
+On a GPU, embedding and head are in codes in every run, and trellis codes are trained for a few steps. The logits of the
+dequantized model may differ by ROUNDING, relative to their norm. Those of the kernels in bfloat16 may be KERNELS times as
+far from the run's logits as those of the dequantized model in bfloat16, plus ROUNDING.
 
-A random model says nothing of quality, so its KL is not to be compared with anything.
+A random model says nothing about quality, so its KL must not be compared with anything.
 """
 
 import dataclasses
@@ -57,18 +57,18 @@ from requant.models.targets import find_blocks
 from requant.pipeline.quantize import QuantizedModel
 from requant.recipe.options import recipe_from_options
 
-PROCESSES, SECONDS = 2, 240.0  # at once, and at most for a row
-ROUNDING, KERNELS = 1e-2, 2.0  # on a GPU sums have other orders
-FORGETS = 0.5  # relative error of a step's logits: about 1 where the text is forgotten, up to 0.2 by sparse attention
-COVERED = 0.95  # of the weights in a model's blocks, at least, or it works only partly
-LISTED = 0.005  # of a model's weights outside of its embedding and head, from which on matrices left alone are listed
+PROCESSES, SECONDS = 2, 240.0  # rows at once, and the limit for a row
+ROUNDING, KERNELS = 1e-2, 2.0  # on a GPU, sums are added in another order
+FORGETS = 0.5  # relative error of a step's logits: about 1 if the text is forgotten, up to 0.2 with sparse attention
+COVERED = 0.95  # least fraction of the weights in the blocks; with less, a model works only partly
+LISTED = 0.005  # of the weights outside embedding and head: larger unquantized matrices are listed
 VOCABULARY, SPECIAL = (
     4096,
     {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1},
 )  # of the demo's tokenizer
 RUNS: dict[str, dict[str, Any]] = {
     "gptq-4": {"bits": 4, "method": "gptq", "group_size": 64},
-    # nine tenths of a tiny model are its embedding
+    # the embedding is nine tenths of a tiny model
     "trellis-3": {"bits": 3, "head_bits": 16, "finetune_steps": 0},
 }
 ON_A_GPU: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
     "trellis-3": {"bits": 3, "head_bits": 4, "finetune_steps": 4, "own_windows": 4},
 }
 TEXTS = DEMO.with_name("demo-text")
-# language models beside encoders, not in the list of causal LMs
+# language models with encoders, not in the list of causal LMs
 BESIDE = ("gemma3n", "gemma4", "mistral3", "qwen3_vl")
 NO_DECODERS = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
@@ -90,13 +90,13 @@ IDS = torch.arange(48)[None] * 67 % VOCABULARY
 
 
 def row_of(kind: str, folder: Path, device: str) -> dict[str, Any]:
-    """What becomes of one model type."""
+    """The outcome for one model type, as a row of the results."""
     if kind in NO_DECODERS:
         return {"outcome": "no decoder"}
     try:
         source = tiny_folder(kind, folder / "source")
     except Exception as error:
-        said = first_line(error).replace("\\", "")  # of patterns; no result holds a folder of Windows
+        said = first_line(error).replace("\\", "")  # from patterns: results contain no Windows paths
         return {"outcome": "not built", "said": f"{type(error).__name__}: {said}"}
     found: dict[str, Any] = {}
     for label, options in runs_on(device).items():
@@ -127,7 +127,7 @@ def row_of(kind: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def tiny_folder(kind: str, folder: Path) -> Path:
-    """A random model of the type with the demo's tokenizer; norms and biases are random too."""
+    """A random model of this type with the demo's tokenizer; norms and biases are random too."""
     torch.manual_seed(0)
     config = tiny_config(kind, VOCABULARY, **SPECIAL)
     with_images = (
@@ -151,7 +151,7 @@ def runs_on(device: str) -> dict[str, dict[str, Any]]:
 
 
 def quantized(source: Path, options: Mapping[str, Any], device: str) -> QuantizedModel:
-    """By the product's own way, with little text."""
+    """Quantized by `requant.quantize`, with little text."""
     texts = {"calibration": TEXTS / "calibration.txt", "eval_text": TEXTS / "evaluation.txt"}
     recipe = recipe_from_options(model=str(source), num_samples=4, seq_len=64, **texts, **options)
     few = dataclasses.replace(recipe.evaluation, windows=2, samples=1)
@@ -159,7 +159,7 @@ def quantized(source: Path, options: Mapping[str, Any], device: str) -> Quantize
 
 
 def of_model(result: QuantizedModel) -> dict[str, Any]:
-    """Sizes of the model, and how much of it is quantized."""
+    """The sizes of the model, and how much of it is quantized."""
     model: Any = result.model
     weights = {f"{name}.weight" for name in result.weights}
     apart = {
@@ -191,7 +191,7 @@ def of_model(result: QuantizedModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def of_checkpoint(path: Path, result: QuantizedModel, device: str) -> dict[str, Any]:
-    """Whether it computes what the run computed, and how it goes on."""
+    """How far a checkpoint's logits are from the run's, and how it continues a text."""
     expected = logits(result.model)
     dense = requant.load(path, device=device, dequantize=True)
     served = requant.load(path, device=device, dtype="auto" if device == "cpu" else "bfloat16")
@@ -209,7 +209,7 @@ def of_checkpoint(path: Path, result: QuantizedModel, device: str) -> dict[str, 
 
 
 def wrong(found: Mapping[str, float], device: str) -> str | None:
-    """What is wrong with a checkpoint's logits."""
+    """What is wrong with a checkpoint's logits; None if nothing is."""
     difference = max(found["difference"], found.get("served", 0.0))
     if not difference <= (0.0 if device == "cpu" else ROUNDING):
         return f"logits differ by {difference:.1e} after loading"
@@ -221,7 +221,7 @@ def wrong(found: Mapping[str, float], device: str) -> str | None:
 
 
 def steps_and_whole(model: Any) -> tuple[Tensor, Tensor]:
-    """Logits of the last tokens, one after the other as `requant generate` has them, and all at once."""
+    """Logits of the last tokens: one after the other, as in `requant generate`, and all at once."""
     length, count = IDS.shape[1], 4
     decoder, tokens = Decoder(model, length=length), IDS.to(model.device)
     found = [decoder.prefill(tokens[:, : length - count]).clone()]
@@ -240,10 +240,8 @@ def logits(model: Any) -> Tensor:
 def in_processes(
     kinds: Sequence[str], seconds: float, device: str, processes: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows as they are finished, each from a process of its own that has so long."""
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # what is imported need not be again, and CUDA was not started
+    """Yield rows as they are finished, each from a process of its own that may take `seconds`."""
+    context = multiprocessing.get_context("forkserver")  # imports are shared, and CUDA has not been started
     context.set_forkserver_preload(["eval.architectures"])
     waiting, running = list(kinds), dict[Connection, tuple[str, Any, float]]()
     while waiting or running:
@@ -278,10 +276,10 @@ def _measure(kind: str, pipe: Connection, device: str) -> None:
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="Model type to try, repeatable; the file's other rows stay.")
+        list[str] | None, typer.Option(help="Model type to try, repeatable; other rows of the file are kept.")
     ] = None,
     out: opt.OutFile = RESULTS / "architectures.json",
-    seconds: Annotated[float, typer.Option(help="At most for a model type.")] = SECONDS,
+    seconds: Annotated[float, typer.Option(help="Most seconds for a model type.")] = SECONDS,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     processes: Annotated[int, typer.Option(help="Model types at once.")] = PROCESSES,
 ) -> None:

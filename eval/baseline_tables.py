@@ -1,4 +1,4 @@
-"""Tables of one-shot codes: the methods beside the peers' own, ReQuant's gains, embeddings, trellis codes, accuracies."""
+"""Tables of one-shot codes: methods next to the peers' own, ReQuant's gains, embeddings, trellis codes, accuracies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from eval.markdown import markdown, peers, read
 
 
 def baselines_table(results: Path) -> str:
-    """Ours by width, with the peers' figure for the same method; then the peers' best of the width."""
+    """Our results by number of bits, with the peers' result for the same method, then the peers' best at these bits."""
     found = read(results, "baselines-bench-32m")
     comparable = [peer for peer in peers()["rows"] if peer["calibration"] == "wikitext-like.raw"]
     theirs = {(peer["bits"], peer["label"]): peer for peer in comparable}
@@ -39,7 +39,7 @@ def baselines_table(results: Path) -> str:
 
 
 def gains_table(results: Path) -> str:
-    """ReQuant beside SqueezeLLM's own choice of the same number of entries."""
+    """ReQuant compared with SqueezeLLM's own choice of the same number of entries."""
     own = "SqueezeLLM 0.45%+0.05% sparse"
     ours = ("SqueezeLLM + ReQuant (pqi)", "SqueezeLLM + ReQuant (marginal)")
     rows = []
@@ -64,7 +64,7 @@ def gains_table(results: Path) -> str:
 
 
 def embedding_table(results: Path) -> str:
-    """KL with embedding and head alone quantized, by width, on grids and in trellis codes."""
+    """KL with only embedding and head quantized, by number of bits, on grids and in trellis codes."""
     found = {model: read(results, f"embedding-{model}").get("rows", []) for model in ("bench-32m", "demo-4m")}
     kinds = sorted({(row["bits"], row["method"]) for rows in found.values() for row in rows})
     rows = [
@@ -93,7 +93,7 @@ def _costs(row: Mapping[str, Any]) -> list[str]:
 
 
 def trellis_codes_table(results: Path) -> str:
-    """Error of each code by width: on Gaussians, and on the rotated matrices of the model."""
+    """Error of each code by number of bits: on Gaussians, and on the rotated matrices of the model."""
     found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for row in read(results, "trellis-codes").get("rows", []):
         found.setdefault((row["code"], row["state_bits"]), {})[row["bits"]] = row
@@ -108,7 +108,7 @@ def trellis_codes_table(results: Path) -> str:
 
 
 def tasks_table(results: Path) -> str:
-    """Accuracy by lm-eval, one column a model, with standard errors; in brackets the difference to the first, paired."""
+    """Accuracy by lm-eval, one column per model, with standard errors; in brackets the paired difference to the first."""
     found = read(results, "tasks-bench-32m").get("rows", [])
     models = list(dict.fromkeys(row["model"] for row in found))
     cells = {

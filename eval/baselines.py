@@ -1,9 +1,9 @@
-"""Every method at 4, 3 and 2 bits under the peers' protocol (`common.py`), by the product's own functions.
+"""Every method at 4, 3 and 2 bits under the peers' protocol (`common.py`), run by requant's own functions.
 
     python -m eval.baselines [--model FOLDER] [--data FOLDER] [--out FOLDER] [--only LABEL]
 
-Writes `baselines-MODEL.json`; `peers.json` holds what the peers' own code, or a re-implementation of it, measured on
-the same model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
+Writes `baselines-MODEL.json`. `peers.json` holds what the peers' own code, or a re-implementation of it, gave on the same
+model, texts and windows. ReQuant is compared with SqueezeLLM's own sparse part, at the same number of entries.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ BITS = (4, 3, 2)
 
 
 def dense(run: RunContext) -> Weights:
-    """Codes only."""
+    """Codes without a sparse part."""
     return quantize_linears(run, None, label="quantize")
 
 
 def squeezellm(run: RunContext) -> Weights:
-    """SqueezeLLM's own sparse part: outliers in units of the interquartile range, then the largest Fisher values."""
+    """SqueezeLLM's own sparse part: outliers by the interquartile range, then the weights with the largest Fisher values."""
     outliers = iqr_outliers(run, {})
     statistics = gather(run, run.targets, METHODS["kmeans"].needs)
     fisher = {name: stats.fisher for name, stats in statistics.items() if stats.fisher is not None}
@@ -57,17 +57,17 @@ def squeezellm(run: RunContext) -> Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One line of the table at one width."""
+    """One line of the table, at any number of bits."""
 
     label: str
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[RunContext], Weights] = dense
     changes: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Literal["original", "quantized"] = "original"  # whose activations calibrate a block
+    inputs: Literal["original", "quantized"] = "original"  # the model whose activations calibrate a block
 
 
-PUBLISHED = {"level_bits": 16}  # levels as the peers store them
+PUBLISHED = {"level_bits": 16}  # levels stored as the peers store them
 SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
 PLANS = (
     Plan(label="RTN g128", method="rtn"),
@@ -106,7 +106,7 @@ PLANS = (
 
 
 def rows(study: Study, plans: Sequence[Plan] = PLANS) -> Iterator[dict[str, Any]]:
-    """One row a plan and width."""
+    """One row per plan and number of bits."""
     for bits in BITS:
         for plan in plans:
             started = time.perf_counter()
@@ -123,7 +123,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a row in the file: by BITS, then as in PLANS."""
+    """The position of a row in the file: by BITS, then by PLANS."""
     return BITS.index(row["bits"]), [plan.label for plan in PLANS].index(row["label"])
 
 
@@ -149,7 +149,7 @@ def main(
     else:
         results = json.loads(file.read_text(encoding="utf-8"))
     for row in rows(study, chosen):
-        if only is not None:  # measured elsewhere than the file's header says
+        if only is not None:  # not measured where the file's header says
             row["environment"] = environment(study.prepared.model.device)
         results["rows"] = with_row(results["rows"], row, key=key_of, order=place)
         write_json(file, results)

@@ -1,20 +1,20 @@
-"""Peers that train, in the form of their papers: every block is trained to give the original block's output.
+"""Peers that train, as their papers describe it: every block is trained to reproduce the original block's output.
 
-    qtip           codes kind by kind within a block; after each kind, the block's matrices without codes are trained
-    efficient_qat  a uniform grid under every matrix, trained with it: weights, scales and zero points
+    qtip           codes one kind of matrix at a time within a block; after each, its matrices without codes are trained
+    efficient_qat  every matrix on a uniform grid, trained together with it: weights, scales and zero points
 
     minimize   mean_t |block~(x_t) - block(x*_t)|^2
 
-Tseng et al., "QTIP" (2024, arXiv 2406.11235), who take this from QuIP# (2402.04396): x and x* are the original's hidden
-states, so blocks do not depend on each other. Chen et al., "EfficientQAT" (2024, arXiv 2407.11062), Block-AP: x are those
-behind the quantized blocks, and rounding passes gradients straight through,
+Tseng et al., "QTIP" (2024, arXiv 2406.11235), who take this from QuIP# (2402.04396): x and x* are both the original's
+hidden states, so blocks do not depend on each other. Chen et al., "EfficientQAT" (2024, arXiv 2407.11062), Block-AP: x are
+the outputs of the quantized blocks before, and rounding has a straight-through gradient,
 
-    w~ = (clamp(round(w / s) + round(z), 0, 2^bits - 1) - round(z)) s          s, z: one for a group of columns
+    w~ = (clamp(round(w / s) + round(z), 0, 2^bits - 1) - round(z)) s          s, z: one per group of columns
 
-What follows in both papers, training of all that is not a code end to end, is the last phase of `requant` for every row
-(`finetune/final.py`), and so is the optimizer: Adam, rates in units of each tensor's root mean square, halved with every
-bit. So peers and mode `best` differ in what is trained, and when, not in the text, the steps or the rates. Re-implemented
-from the papers; the authors tune rates by model and train on 4 to 25 times as many tokens.
+What follows in both papers, end-to-end training of everything that is not a code, is requant's own last phase in every row
+(`finetune/final.py`), with the same optimizer: Adam, with learning rates in units of each tensor's root mean square, halved
+with every bit. So peers and mode `best` differ in what is trained and when, but not in text, steps or learning rates. This
+is a re-implementation from the papers; the authors tune learning rates by model and train on 4 to 25 times as many tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +54,10 @@ from requant.run.rounds import rounds_of
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One transformer block with the original's hidden states at both ends, on every training window."""
+    """One transformer block, with the original's hidden states before and after it for every training window."""
 
     module: nn.Module
-    options: Mapping[str, Any]  # what the model gives its block beside the hidden states
+    options: Mapping[str, Any]  # what the model passes to the block besides the hidden states
     targets: Sequence[QuantTarget]
     inputs: Float[Tensor, "b t d"]
     outputs: Float[Tensor, "b t d"]
@@ -68,7 +68,7 @@ class Block:
 
 
 def qtip(run: RunContext) -> Weights:
-    """Codes of every matrix; trained between the kinds of a block, on its own output. The model is left at the originals."""
+    """Codes of every matrix, with training on the block's output between its kinds. The model keeps its original weights."""
     method, lr = METHODS[run.recipe.method], learning_rate(run, run.recipe.finetune)
     statistics = gather(run, run.targets, method.needs)
     weights: Weights = {}
@@ -96,7 +96,7 @@ def qtip(run: RunContext) -> Weights:
 
 
 def efficient_qat(run: RunContext) -> Weights:
-    """Grids trained with the weights under them, block by block (Block-AP). The model is left at the originals."""
+    """Grids trained together with their weights, block by block (Block-AP). The model keeps its original weights."""
     lr = learning_rate(run, run.recipe.finetune)
     weights: Weights = {}
     states: Tensor | None = None
@@ -125,7 +125,7 @@ def efficient_qat(run: RunContext) -> Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedGrid:
-    """A grid whose weights, scales and zero points are all trained; float32."""
+    """A grid whose weights, scales and zero points are all trained, in float32."""
 
     latent: Float[Tensor, "n k"]
     scales: Float[Tensor, "n g"]
@@ -135,7 +135,7 @@ class TrainedGrid:
 
     @classmethod
     def fitted(cls, weight: Float[Tensor, "n k"], config: Any) -> "TrainedGrid":
-        """The min/max grid of every group, with zero points; `config`: that of `rtn`."""
+        """The min/max grid of every group, with zero points; `config` is that of `rtn`."""
         group_size = columns_of_group(config.group_size, weight.shape[1])
         fit = fit_grid(weight, bits=config.bits, group_size=group_size, symmetric=False)
         return cls(
@@ -151,7 +151,7 @@ class TrainedGrid:
         return self.latent, self.scales, self.zero_points
 
     def of_columns(self, values: Float[Tensor, "n g"]) -> Float[Tensor, "n k"]:
-        """A group's value for each of its columns. The gradient is a sum over them; that of an index would be sorted."""
+        """A group's value for each of its columns. The gradient is a plain sum over them; indexing would need a sort."""
         columns = self.latent.shape[1]
         spread = values.repeat_interleave(self.group_size, 1)
         return spread if spread.shape[1] == columns else spread[:, :columns]  # the last group may be smaller
@@ -163,14 +163,14 @@ class TrainedGrid:
         return (steps + zeros).clamp(0, 2**self.bits - 1), zeros
 
     def weight(self) -> Float[Tensor, "n k"]:
-        """What the grid makes of the weights, differentiable in all three."""
+        """The weights rounded to the grid, differentiable in all three tensors."""
         scales = self.of_columns(self.scales)
         codes, zeros = self.codes(scales)
         return (codes - zeros) * scales
 
     @torch.no_grad()
     def rounded(self) -> Grid:
-        """The grid as it is stored: codes for scales of 16 bits."""
+        """The grid as stored: codes made for scales in 16 bits."""
         scales = self.scales.half()
         zero_points = self.zero_points.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return Grid(
@@ -184,14 +184,14 @@ class TrainedGrid:
 
 
 def straight_through_round(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Round to nearest; the gradient is that of the identity."""
+    """Round to nearest, with the gradient of the identity."""
     return x + (x.round() - x).detach()
 
 
 def blocks(run: RunContext) -> Iterator[Block]:
-    """Every block in order, in single precision; its two ends are those of the original, whatever the caller does to it.
+    """Every block in order, in single precision; inputs and outputs are the original's, whatever the caller does to it.
 
-    Training windows that fill no whole batch are left out. On a GPU blocks are compiled, as `finetune/loop.py` has them.
+    Training windows that do not fill a whole batch are left out. On a GPU, blocks are compiled as in `finetune/loop.py`.
     """
     windows, batch = split_windows(run, run.recipe.finetune)[0], batch_of(run)
     windows = windows[: len(windows) // batch * batch]
@@ -211,7 +211,7 @@ def blocks(run: RunContext) -> Iterator[Block]:
 
 
 def batch_of(run: RunContext) -> int:
-    """Windows of a step."""
+    """The number of windows in a step."""
     settings = run.recipe.finetune
     count, length = split_windows(run, settings)[0].shape
     return len(windows_of_step(count, length, 0, settings, run.recipe.seed))
@@ -221,7 +221,7 @@ def batch_of(run: RunContext) -> int:
 def first_states(
     model: PreTrainedModel, windows: Int64[Tensor, "b t"], batch: int
 ) -> tuple[Float[Tensor, "b t d"], list[Mapping[str, Any]]]:
-    """The hidden states before the first block, and for every block what else the model gives it with a batch."""
+    """The hidden states before the first block, and for every block what else the model passes to it with a batch."""
     states: list[Tensor] = []
     options: list[Mapping[str, Any]] = []
 
@@ -250,7 +250,7 @@ def first_states(
 
 @torch.no_grad()
 def advance(block: Block, states: Float[Tensor, "b t d"], into: Float[Tensor, "b t d"], batch: int) -> None:
-    """Write the block's outputs for `states`, as its weights now are, `into` a tensor, which may be the same."""
+    """Write the block's outputs for `states`, with its current weights, to `into`, which may be the same tensor."""
     for before, after in zip(states.split(batch), into.split(batch), strict=True):
         with mixed_precision(before):
             after.copy_(block(before))
@@ -263,14 +263,14 @@ def train(
     trainables: Sequence[TrainableTensor],
     derived: Sequence[ReparametrizedWeight],
 ) -> None:
-    """`finetune.steps` steps towards the block's original outputs, from these inputs."""
+    """Train for `finetune.steps` steps towards the block's original outputs, from these inputs."""
     settings = run.recipe.finetune
     if not settings.steps:
         return
     count, length = states.shape[:2]
     order = torch.stack(
         [windows_of_step(count, length, step, settings, run.recipe.seed) for step in range(settings.steps)]
-    ).to(states.device)  # at once: a copy a step would have the host wait
+    ).to(states.device)  # all at once: a copy in every step would make the host wait
 
     def loss(x: Tensor, wanted: Tensor) -> Tensor:
         with mixed_precision(x):

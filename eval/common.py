@@ -1,8 +1,8 @@
-"""What every study shares: a model with its texts, one protocol of quality, honest bits, a file of results.
+"""What all studies share: a model with its texts, one protocol for quality, bits that count everything, a results file.
 
-The protocol is that of `../shared/reference/quality-peers.md`: 128 windows of 1024 tokens of `wikitext-like.raw`
-calibrate; perplexity over all 318 windows of 1024 of the WikiText-2 raw test; KL to the original over the first 40 of
-them; everything in float32. `c4-sample.txt`, its last quarter, is a second domain that nothing is chosen by.
+The protocol is that of `../shared/reference/quality-peers.md`: calibration on 128 windows of 1024 tokens of
+`wikitext-like.raw`, perplexity over all 318 windows of 1024 tokens of the WikiText-2 raw test text, KL to the original over
+the first 40 of them, everything in float32. The last quarter of `c4-sample.txt` is a second domain, never used for choices.
 """
 
 import copy
@@ -46,12 +46,12 @@ DATA = ROOT.parent / "shared" / "data"
 CALIBRATION, TEST, SECOND = "wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"
 KL_WINDOWS = 40
 SECOND_SHARE = 4  # the last 1/4 of the second text is scored
-BATCH = 8  # windows a forward pass; 8 x 1024 x 16384 float32 logits are half a GiB
+BATCH = 8  # windows per forward pass; 8 x 1024 x 16384 float32 logits are half a GiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A model, its texts, and the context from which every row's run is made."""
+    """A model, its texts, and the context from which the run of every row is derived."""
 
     prepared: Prepared
     reference: PreTrainedModel
@@ -62,13 +62,13 @@ class Study:
     written: dict[int, Int64[Tensor, "c t"]] = field(default_factory=dict)
 
     def own_text(self, count: int, *, of: Int64[Tensor, "b t"]) -> Int64[Tensor, "c t"]:
-        """`count` windows that the original writes after the beginnings `of` these; rows share them."""
+        """`count` windows that the original writes, each continuing the beginning of a window in `of`; rows share them."""
         if count not in self.written:
             self.written[count] = own_windows(self.reference, of, count)
         return self.written[count]
 
     def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> RunContext:
-        """A run of `method` with these options of its quantizer; rows share the statistics of the originals."""
+        """A run of `method` with these quantizer options; rows share the statistics of the original model."""
         chosen = find_method(method)
         recipe = dataclasses.replace(
             self.base.recipe, method=method, quantizer=chosen.config(**options), **changes
@@ -95,7 +95,7 @@ def open_study(
     device: str,
     finetune: Finetune | None = None,
 ) -> Study:
-    """Load everything once; `windows` None scores the whole test text. `finetune` decides how much text may train."""
+    """Load everything once. `windows` None scores the whole test text; `finetune` says how much text training may use."""
     recipe = Recipe(
         model=str(model),
         calibration=Calibration(text=(find(data, CALIBRATION),), num_samples=num_samples, seq_len=seq_len),
@@ -103,7 +103,7 @@ def open_study(
         finetune=finetune or Finetune(),
     )
     prepared = prepare(recipe.model, recipe, device=device, dtype="float32")
-    named = dataclasses.replace(  # what results say: names, no folders
+    named = dataclasses.replace(  # for the results: names instead of folders
         recipe,
         model=model.name,
         calibration=dataclasses.replace(recipe.calibration, text=(CALIBRATION,)),
@@ -121,7 +121,7 @@ def open_study(
 
 
 def find(folder: Path, name: str) -> str:
-    """The file of that name in a folder or below it."""
+    """The path of the file with this name in a folder or below it. Raises TextError if there is none."""
     found = sorted(folder.rglob(name))
     if not found:
         raise TextError(f"{folder} holds no {name}; give --data a folder with the texts of the protocol.")
@@ -129,7 +129,7 @@ def find(folder: Path, name: str) -> str:
 
 
 def quality(study: Study, run: RunContext, weights: Weights, *, second: bool = False) -> dict[str, Any]:
-    """Perplexity on the whole test, KL on its first windows; with `second` both on the second domain too."""
+    """Perplexity on the whole test text and KL on its first windows; with `second`, both on the second domain too."""
     prepared = study.prepared
     run.path(weights).apply_weights(1.0 if weights else 0.0)
     whole = perplexity_and_kl(
@@ -144,7 +144,7 @@ def quality(study: Study, run: RunContext, weights: Weights, *, second: bool = F
 
 
 def against_original(study: Study, windows: Int64[Tensor, "s t"], text: Text) -> dict[str, Any]:
-    """Perplexity of the model as it stands, and its KL to the original, on these windows."""
+    """Perplexity of the model in its current state, and its KL to the original, on these windows."""
     found = perplexity_and_kl(
         study.prepared.model, windows, text=text, reference=study.reference, batch_size=BATCH
     )
@@ -158,7 +158,7 @@ def against_original(study: Study, windows: Int64[Tensor, "s t"], text: Text) ->
 
 
 def bits_per_weight(weights: Weights) -> dict[str, Any]:
-    """Bits of everything a checkpoint stores for the matrices, over their weights; by part, and the sparse share."""
+    """Everything a checkpoint stores for the matrices, in bits per weight; also by part, and the sparse fraction."""
     parts: dict[str, int] = {}
     count = entries = 0
     for weight in weights.values():
@@ -175,7 +175,7 @@ def bits_per_weight(weights: Weights) -> dict[str, Any]:
 
 
 def row_of(label: str, run: RunContext, started: float, **values: Any) -> dict[str, Any]:
-    """One line of results: what was run, what was found, how long each stage took."""
+    """One row of results: what was run, what was measured, how long each stage took."""
     return {
         "label": label,
         **values,
@@ -186,7 +186,7 @@ def row_of(label: str, run: RunContext, started: float, **values: Any) -> dict[s
 
 
 def header(study: Study) -> dict[str, Any]:
-    """Where numbers come from: code, machine, model, texts."""
+    """Where the numbers come from: code, machine, model, texts."""
     prepared = study.prepared
 
     def of(text: Text, windows: Tensor, share: str) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def sources_hash() -> str:
-    """SHA-256 over the package's Python files: says which code ran where there is no git."""
+    """SHA-256 over the package's Python files, which identifies the code that ran if there is no git."""
     state = hashlib.sha256()
     for file in sorted((ROOT / "requant").rglob("*.py")):
         state.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
@@ -237,7 +237,7 @@ def sources_hash() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out; None in a copy without history."""
+    """The commit that is checked out; None in a copy without git history."""
     if shutil.which("git") is None:
         return None
     shown = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -245,7 +245,7 @@ def _commit() -> str | None:
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write aside and rename: a study that is stopped leaves the rows it finished."""
+    """Write to a second file and rename it, so that an interrupted study keeps the rows it finished."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(".writing")
     aside.write_text(json.dumps(rounded(data), indent=1) + "\n", encoding="utf-8")
@@ -253,7 +253,7 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Six significant digits, enough for every table and easy to compare."""
+    """Round floats to six significant digits: enough for every table, and easy to compare."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Tables of `eval.quality`: mode `best` by budget, beside the best peer, and with parts left out."""
+"""Tables of `eval.quality`: mode `best` by budget, next to the best peer, and with parts left out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import Any
 from eval.markdown import markdown, peers, read
 
 Row = Mapping[str, Any]
-UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
-BY_SIZE = ("size", "size-codes")  # rows whose `bits` are megabytes of the file
-# mode `best` with text that the model writes: by the rule of the default, and nearly as much (6144 windows; the rule: 6038)
+UNTRAINED = "QTIP-3INST"  # the best in `peers.json` at 2, 3 and 4 bits
+BY_SIZE = ("size", "size-codes")  # rows whose `bits` are the megabytes of the file
+# mode `best` with text that the model writes: the default amount (6038 windows), and nearly the same (6144)
 WITH_OWN_TEXT = ("best", "own-text")
-# mode `best` of before, newest first: without that, fewer steps, statistics of inputs in a pass of their own, hidden states
-# not matched
+# earlier versions of mode `best`, newest first: without that text, fewer steps, statistics of inputs in a separate pass,
+# hidden states not matched
 EARLIER = ("text-only", "300-steps", "two-passes", "no-hidden")
 PHASES = {
     "qtip": 4,
@@ -21,17 +21,17 @@ PHASES = {
     "qtip-end": 1,
     "efficient-qat-64": 2,
     "efficient-qat-128": 2,
-}  # of a block and at the end
-SPAN = 0.1  # bits beyond a line's ends to which it still holds
+}  # phases of a block and at the end
+SPAN = 0.1  # how many bits beyond its ends a line still counts as measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """KL of one peer at some bits, by the line through its measured points, straight in log KL."""
+    """KL of one peer at some number of bits, on the line through its measured points, straight in log KL."""
 
     name: str
     kl: float
-    beyond: bool  # the measured points
+    beyond: bool  # whether the bits lie beyond the measured points
 
     @property
     def mark(self) -> str:
@@ -39,16 +39,16 @@ class Peer:
 
 
 def best_peer(bits: float, measured: Sequence[Row] = ()) -> Peer:
-    """The peer with the least KL at these bits: of those that train, among the `measured` rows, and of untrained QTIP.
+    """The peer with the lowest KL at these bits, among those that train (in the rows `measured`) and untrained QTIP.
 
-    One that was measured on both sides of `bits` goes before any whose line is continued.
+    A peer that was measured on both sides of `bits` is preferred to one whose line must be extended.
     """
     peers = [_peer(name, points, bits) for name, points in peer_points(measured).items() if len(points) > 1]
     return min(peers, key=lambda peer: (peer.beyond, peer.kl))
 
 
 def peer_points(measured: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Peer -> (bits, KL), ascending; untrained QTIP first, then those among the rows, first seed."""
+    """Peer -> (bits, KL), ascending; untrained QTIP first, then the peers among the rows, first seed only."""
     untrained = peers()["rows"]
     points = {
         UNTRAINED: [(row["bits_per_weight"], row["kl"]) for row in untrained if row["label"] == UNTRAINED]
@@ -65,16 +65,16 @@ def _peer(name: str, points: Sequence[tuple[float, float]], bits: float) -> Peer
 
 
 def on_the_line(points: Sequence[tuple[float, float]], bits: float) -> float:
-    """KL at some bits by the line through (bits, KL), ascending and at least two, straight in log KL; continued beyond."""
+    """KL at some bits on the line through two or more ascending (bits, KL), straight in log KL, extended beyond its ends."""
     below = max((i for i, (at, _) in enumerate(points) if at <= bits), default=0)
     (x0, y0), (x1, y1) = points[min(below, len(points) - 2) :][:2]
     return y0 * (y1 / y0) ** ((bits - x0) / (x1 - x0))
 
 
 def of_mode_best(found: Sequence[Row], *, steps: int | None = None, own_text: bool = True) -> list[Row]:
-    """The rows of mode `best`; of a budget where its default was not measured, those of the newest that was before it.
+    """The rows of mode `best`; for a budget at which the default was not measured, those of the newest earlier version.
 
-    With `steps` only those that train so many in all phases; without `own_text` only those that train on the text alone.
+    With `steps`, only rows with this many steps in all phases; without `own_text`, only rows trained on the text alone.
     """
     found = [row for row in found if steps is None or training_steps(row) == steps]
     names: dict[float, str] = {}
@@ -84,13 +84,13 @@ def of_mode_best(found: Sequence[Row], *, steps: int | None = None, own_text: bo
 
 
 def training_steps(row: Row) -> int:
-    """Of all phases of mode `best` or of a peer together; recipes from before there were `rounds` had four."""
+    """Steps of all phases together, of mode `best` or of a peer; recipes older than `rounds` had four phases."""
     settings = row["recipe"]["finetune"]
     return settings["steps"] * PHASES.get(row["name"], settings.get("rounds", 4))
 
 
 def quality_table(results: Path) -> str:
-    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks rows of EARLIER."""
+    """Mode `best` at every budget next to the best peer at the same bits, and codes alone; * marks rows of EARLIER."""
     found = read(results, "quality-bench-32m").get("rows", [])
     codes = {row["bits"]: row for row in found if row["name"] == "codes"}
     trained_rows = of_mode_best(found)
@@ -132,7 +132,7 @@ def quality_table(results: Path) -> str:
 
 
 def trained_peers_table(results: Path) -> str:
-    """Peers that train on the same text, beside mode `best` of as many steps, on the line through its points, if two."""
+    """Peers that train on the same text, next to mode `best` with as many steps, on the line through its points if two."""
     rows = []
     for model in ("bench-32m", "demo-4m"):
         found = read(results, f"quality-{model}").get("rows", [])
@@ -158,7 +158,7 @@ def trained_peers_table(results: Path) -> str:
 
 
 def own_codes_table(results: Path, model: str) -> str:
-    """The same on a model for which there are no peers' figures: beside our own codes and QTIP's, neither trained."""
+    """The same for a model without peers' results: next to our own codes and QTIP's, both untrained."""
     found = [row for row in read(results, f"quality-{model}").get("rows", []) if "peer" not in row]
     trained = {row["bits"]: row for row in of_mode_best(found) if row["seed"] == 0}
     alone = {row["bits"]: row for row in found if row["seed"] == 0 and row["name"] == "codes"}
@@ -188,7 +188,7 @@ def own_codes_table(results: Path, model: str) -> str:
 
 
 def seed_range(values: Sequence[float]) -> str:
-    """` (low to high, n seeds)`, or nothing for one value."""
+    """` (low to high, n seeds)`, or an empty text for one value."""
     return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
 
 
@@ -198,7 +198,7 @@ def demo_ablation_table(results: Path) -> str:
 
 
 def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
-    """KL of mode `best` with one part left out or changed, by `--bits`; real bits where they are not the budget's."""
+    """KL of mode `best` with one part left out or changed, by `--bits`; with the real bits where the budget differs."""
     every = read(results, f"quality-{model}").get("rows", [])
     by_bits = [row for row in every if row["name"] not in BY_SIZE]
     found = [row for row in by_bits if row["seed"] == 0 and "peer" not in row]
@@ -222,7 +222,7 @@ def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
 
 
 def bits_table(results: Path) -> str:
-    """What a number of bits costs: mode `best`, and k-means codes alone and with ReQuant's sparse part on both models."""
+    """What a number of bits costs: mode `best`, and k-means codes alone and with ReQuant's sparse part, for both models."""
     methods = {"k-means codes": "SqueezeLLM dense", "k-means and ReQuant": "SqueezeLLM + ReQuant (marginal)"}
     best = of_mode_best(read(results, "quality-bench-32m").get("rows", []))
     rows = [

@@ -1,9 +1,9 @@
-"""What quantizing embedding and head costs by itself: KL with everything else at 16 bits, measured and predicted.
+"""What quantizing embedding and head alone costs: KL with everything else at 16 bits, measured and predicted.
 
     python -m eval.embedding [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 16] [--windows 10]
 
-One row a whole number of bits on grids (`quantizers/table_grid.py`) and in trellis codes (`quantizers/table_trellis.py`);
-losses of the blocks add to it, as far as losses add up.
+One row per whole number of bits, on grids (`quantizers/table_grid.py`) and in trellis codes (`quantizers/table_trellis.py`).
+The losses of the blocks come on top, as far as losses are additive.
 """
 
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from requant.quantizers.tables import TableMethod
 
 @torch.no_grad()
 def measure(study: Study, method: TableMethod, bits: int | float) -> dict[str, Any]:
-    """All tables at these bits; the model is left at the original."""
+    """Embedding and head at these bits; the model keeps its original weights."""
     found = embedding_and_head_of(study.prepared.model)
     with torch.enable_grad():
         curvature = embedding_and_head_curvature(study.base, found)

@@ -1,16 +1,17 @@
-"""Tokens per second of whole models with random weights, quantized and in bf16, by the harness of `requant bench`.
+"""Tokens per second of whole models with random weights, quantized and in bf16, measured as `requant bench` does.
 
     python -m eval.end_to_end --out eval/results/end-to-end-h200.json
 
-Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, and its linears are filled with
-random codes or with random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `requant
-quantize` makes `pair` up to 2 bits and `mul1` above; `grid` has groups of 128. Trellis matrices have the widths that mode
-`best` gives out (WIDTHS), so that q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v
-and gate/up are one matrix each.
+Speed depends on shapes and not on values, so no checkpoint is needed: a model is built empty, and its linear layers are
+filled with random codes or random bf16 numbers. A format is KIND:BITS. `mul1` and `pair` are trellis codes (`requant
+quantize` uses `pair` up to 2 bits and `mul1` above), `grid` has groups of 128. Trellis matrices have the bits that mode
+`best` would choose (WIDTHS), so q, k and v can hardly ever be joined; with `--widths equal` all have the same bits, and
+q/k/v and gate/up are joined into one matrix each.
 
-Embedding and head of trellis formats are trellis codes too, of the bits that `requant quantize --bits 2`, 3 or 4 gives those
-of bench-32m (TABLE_BITS), in bands of a tilt of 1, or what 8 bits allow; with `--tables trellis` in one width. With
-`--tables grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8 bits in groups of 64.
+In trellis formats, embedding and head are trellis codes too, with the bits that `requant quantize --bits 2`, 3 or 4 gives
+those of bench-32m (TABLE_BITS), in bands with a tilt of 1, or less if that would exceed 8 bits; with `--tables trellis` all
+rows have the same bits. With `--tables grid`, and in grid formats, the embedding is bf16 and the head a grid of 6, 7 or 8
+bits in groups of 64.
 """
 
 import gc
@@ -47,9 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-# budget -> matrix -> bits in the first, the middle and the last third of the blocks: the mean, in quarters, of what mode
-# best with `--method trellis --bits 2`, 3 and 4 gives the eight blocks of `../shared/models/bench-32m` (eight calibration
-# windows of 512 tokens). On llama-3.1-8b they make 1.997, 3.000 and 3.988 bits a weight.
+# budget -> matrix -> bits in the first, middle and last third of the blocks: what mode `best` with `--method trellis` and
+# `--bits 2`, 3 and 4 gives the eight blocks of `../shared/models/bench-32m` on average, in quarters (eight calibration
+# windows of 512 tokens). On llama-3.1-8b this comes to 1.997, 3.000 and 3.988 bits per weight.
 WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
     2: {
         "q_proj": (1.25, 1.5, 1.5), "k_proj": (1.5, 1.75, 2), "v_proj": (2, 2, 2.25), "o_proj": (2, 2, 2),
@@ -65,7 +66,7 @@ WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
     },
 }  # fmt: skip
 TABLE_BITS = {2: 5.0, 3: 6.25, 4: 7.25}
-LIKELY_TILTS = 3  # of bands: 0, 0.5, and the one that is taken, 1, unless it needs more than 8 bits
+LIKELY_TILTS = 3  # of bands: 0, 0.5, and 1, which is used unless it needs more than 8 bits
 Tables = Literal["bands", "trellis", "grid"]
 FORMATS = ("bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2")
 BATCHES = (1, 8, 64)
@@ -75,8 +76,12 @@ def build(
     shape: str, kind: str, bits: float, *, density: float = 0.0, device: str = "cuda", widths: str = "equal",
     tables: Tables = "grid", **changes: Any,
 ) -> Any:  # fmt: skip
-    """A model of the shape in bf16, its linears of a format, or bf16 where `kind` is that. `widths`: `equal`, or `best` for
-    those of WIDTHS. `tables`: embedding and head of trellis formats."""
+    """A model of this shape in bf16, with its linear layers in a format, or in bf16 for `kind` "bf16".
+
+    Args:
+        widths: `equal`, or `best` for those of WIDTHS.
+        tables: what embedding and head are in trellis formats.
+    """
     best = widths == "best" and kind in CODES and bits in WIDTHS
     sizes: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192} | SHAPES[shape] | changes
     config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
@@ -105,7 +110,7 @@ def build(
 
 
 def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
-    """A grid of groups of 64 with zero points."""
+    """A random grid in groups of 64 with zero points."""
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=device)
     scales = (torch.rand(n, k // 64, device=device) * 0.01).half()
     zeros = torch.randint(0, 1 << bits, (n, k // 64), dtype=torch.uint8, device=device)
@@ -113,7 +118,7 @@ def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
 
 
 def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
-    """Embedding and head in trellis codes; tied where the model's are."""
+    """Replace embedding and head by trellis codes, tied if the model's are."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     n, k, tied = *embedding.weight.shape, model.config.tie_word_embeddings
 
@@ -126,7 +131,7 @@ def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
             layout = random_layout("mul1", own, rows.stop - rows.start, k, 0.0, device=device)
             assert isinstance(layout, TrellisLayout)
             if input_scales is None:
-                input_scales = layout.input_scales  # of all bands
+                input_scales = layout.input_scales  # shared by all bands
             linears.append(KernelLinear(replace(layout, rotates_output=False, input_scales=input_scales)))
         return BandedLinear(linears) if bands else linears[0]
 
@@ -140,7 +145,7 @@ def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
 def _replace_children(
     parent: nn.Module, kind: str, bits: float, widths: Mapping[str, float], density: float, device: str
 ) -> None:
-    """`widths`: of single matrices, where they are not `bits`."""
+    """Replace the linear layers of a module; `widths` has the bits of single matrices that differ from `bits`."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
     for names in (*SIBLINGS, *((name,) for name in list(layers))):
         for own in dict.fromkeys(widths.get(name, bits) for name in names):
@@ -154,7 +159,7 @@ def _replace_children(
 def _replace(
     parent: nn.Module, chosen: Mapping[str, nn.Linear], kind: str, bits: float, density: float, device: str
 ) -> None:
-    """Layers of one width, as one matrix."""
+    """Replace layers that have the same bits by one matrix."""
     sizes = [layer.out_features for layer in chosen.values()]
     k = next(iter(chosen.values())).in_features
     if "lm_head" in chosen:
@@ -174,24 +179,25 @@ def _replace(
 
 def main(
     out: opt.OutFile,
-    shapes: Annotated[list[str] | None, typer.Option(help="Repeatable; all if not given.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="Repeatable. [all]")] = None,
     batch: opt.Batch = None,
     formats: Annotated[list[str] | None, typer.Option(help="KIND:BITS, repeatable.")] = None,
     widths: Annotated[
-        Literal["best", "equal"], typer.Option(help="Of trellis matrices: as mode best gives them, or equal.")
+        Literal["best", "equal"],
+        typer.Option(help="Bits of trellis matrices: as mode best chooses them, or equal."),
     ] = "best",
-    tables: Annotated[Tables, typer.Option(help="Embedding and head of trellis formats.")] = "bands",
-    density: Annotated[float, typer.Option(help="Share of residuals.")] = 0.0,
+    tables: Annotated[Tables, typer.Option(help="What embedding and head are in trellis formats.")] = "bands",
+    density: Annotated[float, typer.Option(help="Fraction of weights that have residuals.")] = 0.0,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 128,
     no_fused: Annotated[
-        bool, typer.Option("--no-fused", help="Steps of transformers' own operations.")
+        bool, typer.Option("--no-fused", help="Use transformers' own operations in steps.")
     ] = False,
     rotations_apart: Annotated[
-        bool, typer.Option("--rotations-apart", help="Rotations of trellis codes as launches of their own.")
+        bool, typer.Option("--rotations-apart", help="Launch the rotations of trellis codes separately.")
     ] = False,
     no_prompt_graphs: Annotated[
-        bool, typer.Option("--no-prompt-graphs", help="Short prompts launch by launch, not as CUDA graphs.")
+        bool, typer.Option("--no-prompt-graphs", help="Do not replay short prompts as CUDA graphs.")
     ] = False,
     seconds: opt.Seconds = 1e9,
     device: opt.Device = "auto",

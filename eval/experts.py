@@ -1,9 +1,9 @@
-"""How experts should be calibrated: statistics of their own tokens, shrunk towards their layer's, or of all tokens.
+"""How to calibrate experts: on their own tokens, with statistics shrunk towards their layer's, or on all tokens.
 
     python -m eval.experts [--model FOLDER] [--data FOLDER] [--out FOLDER] [--only LABEL]
 
-Writes `experts-MODEL.json`. Codes only, under the protocol of `common.py` but with fewer tokens; a row's label says the
-method, its bits, the calibration windows, and tau of `requant/calibration/experts.py` in columns, or `all` for
+Writes `experts-MODEL.json`: codes only, under the protocol of `common.py` but with fewer tokens. The label of a row gives
+the method, its bits, the number of calibration windows, and tau of `requant/calibration/experts.py` in columns, or `all` for
 `--all-experts`.
 """
 
@@ -39,7 +39,7 @@ MOE = MODEL.with_name("moe-3m")
 SEQ_LEN, CALIBRATION_WINDOWS, SCORED_WINDOWS = 512, 32, 24
 GRID = {"group_size": 64}  # the columns of the narrowest matrix of moe-3m
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"rtn": GRID, "gptq": GRID, "kmeans": {}, "trellis": {}}
-# method, bits, calibration windows, tau in columns or all tokens to all experts
+# method, bits, calibration windows, tau in columns or "all" for all tokens to all experts
 Plan = tuple[str, int, int, float | str]
 METHODS: list[Plan] = [
     (method, bits, CALIBRATION_WINDOWS, 1.0)
@@ -61,7 +61,7 @@ def label_of(plan: Plan) -> str:
 
 
 def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
-    """One row a plan."""
+    """One row per plan."""
     for plan in plans:
         method, bits, count, tau = plan
         started = time.perf_counter()
@@ -94,7 +94,7 @@ def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
 
 
 def place(row: Mapping[str, Any]) -> int:
-    """Of a row in the file."""
+    """The position of a row in the file."""
     return [label_of(plan) for plan in PLANS].index(row["label"])
 
 

@@ -1,9 +1,9 @@
-"""Draws `eval/results/*.json` as the figures of `docs/`.
+"""Draws the figures of `docs/` from `eval/results/*.json`.
 
     python -m eval.figures          # rewrites docs/figures/*.svg
 
-A figure carries a digest of the numbers in it, by which a test knows whether it is up to date: the bytes of an SVG
-differ between versions of matplotlib.
+A figure contains a digest of its numbers, by which a test can tell whether it is up to date: the bytes of an SVG differ
+between versions of matplotlib.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from eval.sparsity_tables import products_by_shape
 from requant.report.plots import BAR, MARKERS, STYLE
 
 FIGURES = ROOT / "docs" / "figures"
-GREY = "#808890"  # readable on white and on black: an image in a page cannot take the page's ink
+GREY = "#808890"  # readable on white and on black: an image cannot take its text colour from the page
 MODELS = ("bench-32m", "demo-4m")
 SCORES = {
     "gradient": MARKERS["gradient"],
@@ -33,7 +33,7 @@ SCORES = {
     "pqi": ("PQI, 2 nodes", *MARKERS["pqi"][1:]),
 }
 OTHER = "#e08a00"
-# of a report's seconds
+# stage in the seconds of a report -> label
 STAGE_NAMES = {
     "statistics": "statistics",
     "quantize": "codes",
@@ -46,7 +46,7 @@ Points = Mapping[str, Any]
 
 
 def totals(results: Path) -> Points:
-    """Predicted dF of the whole model, over the measured one, by score and by model and width."""
+    """Predicted dF of the whole model divided by the measured dF, by score, model and number of bits."""
     found: dict[str, dict[str, float]] = {}
     for model in MODELS:
         for bits, tables in widths_of(results, model).items():
@@ -61,13 +61,13 @@ def totals(results: Path) -> Points:
 
 
 def blocks(results: Path) -> Points:
-    """PQI, Hessian diagonal and measured dF of every block of bench-32m at 3 bits."""
+    """PQI, Hessian diagonal and measured dF for every block of bench-32m at 3 bits."""
     rows = widths_of(results, "bench-32m").get("3", {}).get("predicted", {}).get("blocks", [])
     return {name: [row[name] for row in rows] for name in ("hessian", "pqi", "measured")} if rows else {}
 
 
 def nodes(results: Path) -> Points:
-    """Backward passes and error (% of dF) of every rule of the integral, by width."""
+    """Backward passes and error (% of dF) of every quadrature rule, by number of bits."""
     found: dict[str, list[tuple[str, int, float]]] = {}
     for bits, tables in widths_of(results, "bench-32m").items():
         rows = [row for row in tables.get("nodes", []) if row["nodes"] in NODE_NAMES]
@@ -91,7 +91,7 @@ def curve(results: Path) -> Points:
 
 
 def sparsity(results: Path) -> Points:
-    """Real bits and KL on bench-32m: 2:4 by one shot and after training, and mode `best`."""
+    """Real bits and KL on bench-32m: one-shot 2:4, 2:4 after training, and mode `best`."""
     rows = read(results, "sparsity-bench-32m").get("rows", [])
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def sparsity(results: Path) -> Points:
 
 
 def sparse_products(results: Path) -> Points:
-    """Tokens and time of dense bfloat16 over that of the best 2:4 product, by shape."""
+    """Number of tokens and time of dense bfloat16 divided by that of the best 2:4 product, by shape."""
     return {
         shape: [(row["tokens"], row["ratio"]) for row in rows if "ratio" in row]
         for shape, rows in products_by_shape(results).items()
@@ -110,8 +110,10 @@ def sparse_products(results: Path) -> Points:
 
 
 def stages(results: Path) -> Points:
-    """Run -> seconds by stage, of whole runs of mode `best` on one GPU and on several; of none of a few blocks or in less
-    memory, which would stand in the same bar."""
+    """Run -> seconds by stage, for whole runs of mode `best` on one GPU and on several.
+
+    Runs of only a few blocks or in less memory are left out, since they would share a bar with the others.
+    """
     found: dict[str, dict[str, float]] = {}
     for key, row in read(results, "scaling-h100").items():
         if not key.startswith("run_") or row.get("blocks") or row.get("gpu_memory"):
@@ -180,7 +182,7 @@ def draw_sparse_products(points: Points, figure: Figure) -> None:
 
 
 def draw_pareto(points: Points, figure: Figure) -> None:
-    """The front of each program is a line, which joins its files that no other of its own dominates."""
+    """Files as points; for each program, a line through those that none of its other files dominates."""
     axes = figure.add_subplot()
     for program, marker, color in ((PEER, "x", GREY), (OURS, "o", MARKERS["pqi"][2])):
         rows = sorted(points[program], key=lambda row: (row["megabytes"], row["kl"]))
@@ -274,12 +276,12 @@ DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None
 
 
 def digest(points: Points) -> str:
-    """What an up-to-date figure carries."""
+    """The digest that an up-to-date figure contains."""
     return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def svg(name: str, results: Path = RESULTS) -> str:
-    """The figure as an SVG; empty where its results do not exist."""
+    """The figure as an SVG; empty if its results do not exist."""
     gather, draw = DRAWN[name]
     points = gather(results)
     if not points:

@@ -2,11 +2,10 @@
 
     python eval/make_demo_text.py
 
-The text is our own, so that the demo ships without anybody's licence: `../shared/models/bench-32m` writes it,
-in float32 at temperature 1, by nucleus sampling with a fixed seed. Every document starts from `<|endoftext|>`
-and ends where the model ends it, or at the last sentence before `MAX_TOKENS`. Documents are dealt in turn to
-the half that calibrates and to the half that is scored. The same machine with the same torch writes the same
-bytes.
+The text is our own, so that the demo needs nobody else's licence: `../shared/models/bench-32m` writes it, in float32 at
+temperature 1, by nucleus sampling with a fixed seed. Every document starts from `<|endoftext|>` and ends where the model
+ends it, or with the last whole sentence before `MAX_TOKENS`. Documents go alternately to the half for calibration and to the
+half for scoring. The same machine with the same version of torch writes the same bytes.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ SENTENCE_ENDS = (".", "!", "?", '"', "”")
 
 
 def clean(text: str, *, finished: bool) -> str:
-    """A document without half characters; an unfinished one is cut after its last whole sentence."""
+    """A document without incomplete characters; an unfinished one is cut after its last whole sentence."""
     text = text.replace("\ufffd", "").strip()
     if finished:
         return text
@@ -34,7 +33,7 @@ def clean(text: str, *, finished: bool) -> str:
 
 
 def main() -> None:
-    torch.set_num_threads(2)  # fixed, because the order of a sum depends on it
+    torch.set_num_threads(2)  # fixed, because the order of summation depends on it
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(SEED)

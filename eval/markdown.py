@@ -1,4 +1,4 @@
-"""Where results lie, how they are read, and a Markdown table of them; imports nothing heavy."""
+"""Where results are stored, how they are read, and Markdown tables; imports nothing heavy."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ PEERS = ROOT / "eval" / "peers.json"
 
 
 def read(results: Path, name: str) -> dict[str, Any]:
-    """A study's results; empty where it has not been run."""
+    """The results of a study; empty if it has not been run."""
     file = results / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def peers() -> dict[str, Any]:
-    """What untrained peers measured on bench-32m: `rows` of the matrices' bits, `files` whole."""
+    """Results of untrained peers on bench-32m: `rows` by bits of the matrices, `files` for whole files."""
     return json.loads(PEERS.read_text(encoding="utf-8"))
 
 

@@ -1,8 +1,8 @@
-"""Times of the 2:4 mask kernels against one read and one write of the matrix, and against the formulas in torch.
+"""Times of the 2:4 mask kernels compared with one read and one write of the matrix, and with the formulas in torch.
 
     python -m eval.mask_kernels --out eval/results/masks-h100.json
 
-Each kernel is compared with its formula on the very matrix first. `copy` is `y.copy_(x)` of the matrix: one read, one write.
+Each kernel is first checked against its formula on the same matrix. `copy` is `y.copy_(x)`: one read and one write.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rows_of(n: int, k: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """One row a kernel at one shape and dtype, microseconds."""
+    """One row per kernel for a shape and dtype; times in microseconds."""
     count = copies_needed(n * k * dtype.itemsize)
     matrices = [torch.randn(n, k, device="cuda", dtype=dtype).abs() for _ in range(count)]
     target = torch.empty_like(matrices[0])

@@ -1,19 +1,19 @@
-"""Tables 1 to 5 and 8 of the ReQuant paper (arXiv 2503.01901) in form, on our model, over k-means codes.
+"""Tables 1 to 5 and 8 of the ReQuant paper (arXiv 2503.01901), made for our model with k-means codes.
 
     python -m eval.paper_tables [--model FOLDER] [--data FOLDER] [--out FOLDER] [--bits 4 --bits 3]
 
 | key in the results | the paper's table |
 | --- | --- |
-| `predicted` | 1: predicted against measured dF, by block |
+| `predicted` | 1: predicted and measured dF, by block |
 | `interpolation` | 2: the same at w + lambda d |
-| `nodes` | 3: nodes of the path integral against its error |
-| `kinds` | 4: mean abs PQI by kind of matrix and block |
-| `shares` | 5: share of abs PQI that the top weights hold |
+| `nodes` | 3: error of the path integral by its nodes |
+| `kinds` | 4: mean absolute PQI by kind of matrix and block |
+| `shares` | 5: share of absolute PQI held by the top weights |
 | `ablation` | 8: r_o, r_s and steps |
 
-Tables 1 to 3 use the first 8 calibration windows, 4 to 8 all of them. The paper's second-order column is the square of
-the gradient of a sequence's *mean* loss; ours sums squares by position (`requant/calibration/fisher.py`). Both are
-shown, and `1/2 d'Hd`, taken from the slope along the path, beside them.
+Tables 1 to 3 use the first 8 calibration windows, tables 4 to 8 all of them. The paper's second-order column squares the
+gradient of a sequence's *mean* loss; ours sums squares by position (`requant/calibration/fisher.py`). Both are shown, next
+to `1/2 d'Hd`, which is taken from the slope along the path.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ Windows = Int64[Tensor, "b t"]
 
 
 def predicted(run: RunContext, weights: Weights, windows: Windows) -> dict[str, Any]:
-    """Table 1: signed sums by block beside dF with that block alone, and with all, quantized."""
+    """Table 1: signed sums by block, next to dF with only that block quantized, and with all of them."""
     found = diagnose(run, weights, windows, names=("gradient", "hessian", "pqi"))
     sums = {**found.predicted, "hessian_of_means": _sums(hessian_of_means(run.path(weights), windows))}
     rows = [
@@ -78,7 +78,7 @@ def predicted(run: RunContext, weights: Weights, windows: Windows) -> dict[str, 
 
 
 def hessian_of_means(path: QuantizedPath, windows: Windows) -> Scores:
-    """The paper's scaling: `1/2 mean_s (dF_s/dw)^2 d^2`, F_s the mean loss of sequence s."""
+    """The paper's scaling: `1/2 mean_s (dF_s/dw)^2 d^2`, where F_s is the mean loss of sequence s."""
     squares = {
         target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
     }
@@ -96,7 +96,7 @@ def hessian_of_means(path: QuantizedPath, windows: Windows) -> Scores:
 
 
 def slope_along(path: QuantizedPath, windows: Windows) -> Callable[[float], float]:
-    """d . g(w + t d) as a function of t, each point computed once."""
+    """d . g(w + t d) as a function of t; each point is computed only once."""
     known: dict[float, float] = {}
 
     def slope(t: float) -> float:
@@ -114,7 +114,7 @@ def interpolation(
     slope: Callable[[float], float],
     found: Mapping[str, float],
 ) -> list[dict[str, float]]:
-    """Table 2: predictions and measured dF at w + lambda d."""
+    """Table 2: predicted and measured dF at w + lambda d."""
     path.apply_weights(0.0)
     start = mean_loss(run.model, windows)
     curvature = (slope(0.01) - slope(-0.01)) / 0.02
@@ -146,7 +146,7 @@ def nodes(slope: Callable[[float], float], measured: float) -> list[dict[str, An
 
 
 def kinds(run: RunContext, pqi: Scores) -> list[dict[str, Any]]:
-    """Table 4: mean |PQI| of a weight, by block and kind of matrix."""
+    """Table 4: mean |PQI| per weight, by block and kind of matrix."""
     rows: dict[int, dict[str, Any]] = {}
     for target in run.targets:
         mean = pqi[target.name].abs().mean(dtype=torch.float64).item()
@@ -155,7 +155,7 @@ def kinds(run: RunContext, pqi: Scores) -> list[dict[str, Any]]:
 
 
 def shares(pqi: Scores) -> dict[str, Any]:
-    """Table 5: share of the sum of |PQI| in the top weights, and how much of that sum cancels."""
+    """Table 5: share of the sum of |PQI| held by the top weights, and the signed sum, in which much of it cancels."""
     values = torch.cat([tensor.abs().flatten() for tensor in pqi.values()])
     total = values.sum(dtype=torch.float64).item()
     ordered = values.sort(descending=True).values
@@ -168,7 +168,7 @@ def shares(pqi: Scores) -> dict[str, Any]:
 
 
 def ablation(study: Study, base: RunContext) -> Iterator[dict[str, Any]]:
-    """Table 8: where the outliers come from, significant weights or none, in how many steps."""
+    """Table 8: how outliers are chosen, with significant weights or without, and in how many steps."""
     bits, started = base.recipe.quantizer.bits, time.perf_counter()
     start = quantize_linears(base, None, label="quantize")
     yield measured_row(study, base, start, started, outliers="none", significant="none")
@@ -194,14 +194,14 @@ def ablation(study: Study, base: RunContext) -> Iterator[dict[str, Any]]:
 
 
 def kmeans_run(study: Study, bits: int, **changes: Any) -> RunContext:
-    """A run over k-means codes with the levels in 16 bits, as SqueezeLLM stores them."""
+    """A run with k-means codes and levels in 16 bits, as SqueezeLLM stores them."""
     return study.run("kmeans", options={"bits": bits, "level_bits": 16}, **changes)
 
 
 def measured_row(
     study: Study, run: RunContext, weights: Weights, started: float, *, outliers: str, significant: str
 ) -> dict[str, Any]:
-    """Quality on the test, and perplexity on the calibration text, as the paper's two columns."""
+    """Quality on the test text, and perplexity on the calibration text: the paper's two columns."""
     trained = math.exp(loss(run, weights))
     found = quality(study, run, weights)
     return row_of(
@@ -217,7 +217,7 @@ def measured_row(
 
 
 def random_places(run: RunContext, fraction: float, *, seed: int = 0) -> Masks:
-    """The global top of uniform noise."""
+    """Random places: the largest values of uniform noise over all matrices."""
     generator = torch.Generator().manual_seed(seed)
     noise = {target.name: torch.rand(target.shape, generator=generator) for target in run.targets}
     nothing = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in run.targets}
@@ -225,7 +225,7 @@ def random_places(run: RunContext, fraction: float, *, seed: int = 0) -> Masks:
 
 
 def random_significant(run: RunContext, weights: Weights) -> Weights:
-    """Random outliers with as many random weights put back as the paper's r_s."""
+    """Random outliers, plus as many random weights as the paper's r_s, restored."""
     more = random_places(run, 0.0005, seed=1)
     return {
         name: detach_weights(weight, run.original[name], more[name].to(weight.dense.codes.device))
@@ -234,7 +234,7 @@ def random_significant(run: RunContext, weights: Weights) -> Weights:
 
 
 def tables(study: Study, bits: int, *, with_ablation: bool) -> Iterator[tuple[str, Any]]:
-    """Name and content of every table at one width, as they are finished."""
+    """Yield name and content of every table at one number of bits, as they are finished."""
     run = kmeans_run(study, bits, mode="dense")
     weights = quantize_linears(run, None, label="quantize")
     few = run.windows[:PATH_WINDOWS]
@@ -269,12 +269,12 @@ def main(
     model: opt.Model = MODEL,
     data: opt.Data = DATA,
     out: opt.Out = RESULTS,
-    bits: Annotated[list[int] | None, typer.Option(help="Widths. [4 3 2]")] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Bits of the codes, repeatable. [4 3 2]")] = None,
     num_samples: opt.NumSamples = 128,
     seq_len: opt.SeqLen = 1024,
     windows: opt.Windows = None,
     device: opt.Device = "auto",
-    ablate: Annotated[bool, typer.Option(help="Table 8 too, which takes the longest.")] = True,
+    ablate: Annotated[bool, typer.Option(help="Make table 8 too, which takes the longest.")] = True,
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "path_windows": PATH_WINDOWS, "bits": {}}

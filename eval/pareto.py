@@ -1,9 +1,9 @@
-"""Three axes at once: bytes of the file, KL to the original, and tokens a second; ours beside llama.cpp's types.
+"""Three axes at once: bytes of the file, KL to the original, and tokens per second; our files and llama.cpp's types.
 
-Files are of bench-32m, embedding and head quantized as each program does by default (`eval.quality --rows file:2 ...`; the
-peers' are in `peers.json`), or by the best split of a size (`--rows size:12.6`, without training `size-codes:12.6`). Tokens
-a second are of one sequence of the 8B shape in the same format (`eval/end_to_end.py`); where they were not measured, the
-picture has none. `python -m eval.figures` draws it.
+Files are of bench-32m, with embedding and head quantized as each program does by default (`eval.quality --rows file:2 ...`;
+the peers' are in `peers.json`), or with the best split of a size (`--rows size:12.6`, without training `size-codes:12.6`).
+Tokens per second are those of one sequence of the 8B shape in the same format (`eval/end_to_end.py`), and are left out where
+they were not measured. `python -m eval.figures` draws the figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from eval.curve_tables import seed_range
 from eval.markdown import markdown, peers, read
 
 OURS, PEER = "requant", "llama.cpp"
-# row -> how a user asks for the file; of a size `bits` are megabytes
+# name of a row -> how a user asks for the file; for a size, `bits` are megabytes
 NAMES = {"file": "--bits {:g}", "size": "--size {:.2f}MB", "size-codes": "--size {:.2f}MB, not trained"}
-LARGER = 1.1  # a peer's file may be so many times as large
+LARGER = 1.1  # how many times as large a peer's file may be
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One format of one program."""
+    """A file made by one program in one of its formats."""
 
     program: str
     label: str
@@ -31,7 +31,7 @@ class File:
     tokens_per_s: float | None = None
 
     def dominates(self, other: "File") -> bool:
-        """Whether it is better in one way that was measured of both, and worse in none."""
+        """Whether it is better in at least one respect that was measured for both, and worse in none."""
         gains = [other.megabytes - self.megabytes, other.kl - self.kl]
         if self.tokens_per_s is not None and other.tokens_per_s is not None:
             gains.append(self.tokens_per_s - other.tokens_per_s)
@@ -39,7 +39,7 @@ class File:
 
 
 def files(results: Path) -> list[File]:
-    """All files of bench-32m, ours first, by size; none where ours were not measured."""
+    """All files of bench-32m, ours first, by size; none if ours were not measured."""
     ours = [
         File(
             program=OURS,
@@ -57,7 +57,7 @@ def files(results: Path) -> list[File]:
 
 
 def measured(results: Path) -> list[dict[str, Any]]:
-    """Rows of the whole file, first seed; by size, and of one size by KL, the worst first."""
+    """Rows for whole files, first seed only, sorted by size, and at equal size by KL, the worst first."""
     rows = read(results, "quality-bench-32m").get("rows", [])
     return sorted(
         (row for row in rows if row["name"] in NAMES and row["seed"] == 0),
@@ -66,7 +66,7 @@ def measured(results: Path) -> list[dict[str, Any]]:
 
 
 def kls_of_seeds(results: Path, row: Mapping[str, Any]) -> list[float]:
-    """KL of a row, and of the same one with other seeds."""
+    """KL of a row and of the same row with other seeds."""
     rows = read(results, "quality-bench-32m").get("rows", [])
     return [
         float(other["kl"]) for other in rows if (other["name"], other["bits"]) == (row["name"], row["bits"])
@@ -74,7 +74,7 @@ def kls_of_seeds(results: Path, row: Mapping[str, Any]) -> list[float]:
 
 
 def speed(results: Path, bits: float, code: str) -> float | None:
-    """Tokens a second of one sequence of the 8B shape by a trellis code."""
+    """Tokens per second of one sequence of the 8B shape with a trellis code; None if not measured."""
     rows: Sequence[Mapping[str, Any]] = read(results, "end-to-end-h200").get("rows", [])
     found = [
         row["decode_tokens_per_s"]
@@ -87,7 +87,7 @@ def speed(results: Path, bits: float, code: str) -> float | None:
 
 
 def gathered(results: Path) -> dict[str, list[dict[str, Any]]]:
-    """The points of the figure by program."""
+    """The points of the figure, by program."""
     found = files(results)
     return {
         program: [asdict(file) for file in found if file.program == program] for program in (OURS, PEER)
@@ -95,7 +95,7 @@ def gathered(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def files_table(results: Path) -> str:
-    """Our files beside the best of llama.cpp's that are at most LARGER times as large, or beside its smallest."""
+    """Our files next to llama.cpp's best that are at most LARGER times as large, or next to its smallest."""
     every = files(results)
     lines = []
     for row, ours in zip(measured(results), every, strict=False):

@@ -1,10 +1,10 @@
-"""Rows of results that are measured again, or by processes or machines side by side: each of these writes a part beside the
-whole file, `merge` joins them.
+"""Rows of results that are measured again, or by several processes or machines: each writes a part next to the whole file,
+and `merge` joins them.
 
     FILE.json, FILE-part0.json, FILE-part1.json, ..   ->   FILE.json
 
-A row that was made by other code, on another device or by another torch than its file's header says holds its own
-`environment`, so that rows of several runs can stand in one file.
+A row that was made by other code, on another device or with another torch than its file's header says has an `environment`
+of its own, so that one file can hold rows of several runs.
 """
 
 import json
@@ -22,19 +22,19 @@ MAKES_A_DIFFERENCE = ("sources", "device", "torch")
 
 
 def part_file(file: Path, part: int | None) -> Path:
-    """Where part number `part` is written; None: the whole file."""
+    """The file of part number `part`; for None the whole file."""
     return file if part is None else file.with_name(f"{file.stem}-part{part}.json")
 
 
 def with_row(
     rows: Sequence[Row], row: Row, *, key: Callable[[Row], Hashable], order: Callable[[Row], Any]
 ) -> list[Row]:
-    """The rows with this one in place of the one of its key, sorted by `order`."""
+    """The rows, with this one replacing the one with the same key, sorted by `order`."""
     return sorted([*(other for other in rows if key(other) != key(row)), row], key=order)
 
 
 def marked(row: Row, header: Row, made: Row) -> dict[str, Any]:
-    """`row` with the environment `made` that it comes from, where that is not the header's."""
+    """`row`, with the environment `made` in which it was measured if that differs from the header's."""
     same = "environment" in row or all(header[key] == made[key] for key in MAKES_A_DIFFERENCE)
     return {**row} if same else {**row, "environment": {**made}}
 
@@ -42,9 +42,9 @@ def marked(row: Row, header: Row, made: Row) -> dict[str, Any]:
 def merge(
     file: Path, *, same: Sequence[str], key: Callable[[Row], Hashable], order: Callable[[Row], Any]
 ) -> None:
-    """Join the parts of `file` into it, sorted by `order`, and delete them; of rows with one key the last part's stays.
+    """Join the parts of `file` into it, sorted by `order`, and delete them; for rows with the same key the last part wins.
 
-    Raises typer.BadParameter where there is no part, or a part differs from the first file in an entry of `same`.
+    Raises typer.BadParameter if there is no part, or if a part differs from the first file in an entry of `same`.
     """
     parts = sorted(file.parent.glob(f"{file.stem}-part*.json"))
     if not parts:

@@ -1,7 +1,7 @@
-"""The rows of `eval.quality`: what each of them runs, under the name by which `--rows` asks for it.
+"""The rows of `eval.quality`: what each of them runs, under the name that `--rows` uses for it.
 
-CURVE is mode `best` and its codes alone by budget, ABLATION what each part of it is worth, PEERS_THAT_TRAIN other methods in
-form, trained on the same text by `block_training.py`.
+CURVE is mode `best` and its codes alone by budget, ABLATION what each part of it is worth, and PEERS_THAT_TRAIN are other
+methods as their papers describe them, trained on the same text by `block_training.py`.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from requant.recipe.schema import Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.run.rounds import FIRST_WEIGHT
 
-FINETUNE = Finetune(steps=MOST_STEPS)  # what models of up to 240 M parameters get
-FOUR_ROUNDS = Finetune(steps=450, rounds=4, lr=LR_OF_MANY)  # as many steps in all as six rounds of 300
+FINETUNE = Finetune(steps=MOST_STEPS)  # the default for models of up to 240 M parameters
+FOUR_ROUNDS = Finetune(steps=450, rounds=4, lr=LR_OF_MANY)  # in all as many steps as six rounds of 300
 NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
-SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
+SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # for comparing parts, trained by the KL divergence alone
 AT_THE_END = Finetune(steps=6 * MOST_STEPS)  # as many as all phases of mode `best` together
 BY_BLOCK = Finetune(steps=6 * MOST_STEPS // 4, rounds=4)  # the same in the four phases of QTIP's blocks
 
@@ -32,18 +32,18 @@ class Plan:
     mode: str = "best"
     method: str = "trellis"
     options: Mapping[str, Any] = field(default_factory=dict)
-    code: str | None = "mul1"  # of trellis matrices; None: the default of these bits
+    code: str | None = "mul1"  # of trellis matrices; None: the default at these bits
     finetune: Finetune = FINETUNE
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
     predictor: Predictor = "curvature"
-    first_round_weight: float | None = 1.0  # None: the default of these bits
-    one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
-    head_bits: float | None = 16  # of embedding and head; None: by the rule of `--bits`
-    make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
-    peer: str | None = None  # its name, where the row is a peer's
+    first_round_weight: float | None = 1.0  # None: the default at these bits
+    one_width: bool = False  # the same whole bits for all codes; what else is stored comes on top
+    head_bits: float | None = 16  # of embedding and head; None: as `--bits` chooses them
+    make: Callable[[RunContext], Weights] | None = None  # makes the codes instead of the mode
+    peer: str | None = None  # the peer's name, if the row is a peer's
     own_windows: int | None = (
-        0  # that the model writes, to train on beside the text's; None: by the rule of the default
+        0  # written by the model, for training in addition to the text; None: the default number
     )
     by_size: bool = False  # `bits` is the size of the whole file in MB, which the budget splits
 

@@ -1,11 +1,11 @@
-"""Tables of `eval.paper_tables`: what PQI predicts, its quadrature rules, and where it sits, beside the paper's figures."""
+"""Tables of `eval.paper_tables`: what PQI predicts, its quadrature rules, which weights hold it; with the paper's values."""
 
 from pathlib import Path
 from typing import Any
 
 from eval.markdown import markdown, read
 
-PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # its Table 3, % of dF
+PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # from its Table 3, % of dF
 NODE_NAMES = {
     "midpoint": "midpoint",
     "gauss2": "Gauss 2 (default)",
@@ -19,13 +19,13 @@ NODE_NAMES = {
 
 
 def widths_of(results: Path, model: str) -> dict[str, Any]:
-    """The tables of the paper by width, widest first."""
+    """The tables of the paper by number of bits, most bits first."""
     found = read(results, f"paper_tables-{model}").get("bits", {})
     return {bits: found[bits] for bits in sorted(found, key=int, reverse=True)}
 
 
 def predicted_table(results: Path) -> str:
-    """The paper's Table 1, whole model, with the two scalings of the Hessian diagonal."""
+    """The paper's Table 1 for the whole model, with both scalings of the Hessian diagonal."""
     rows = []
     for model in ("bench-32m", "demo-4m"):
         for bits, tables in widths_of(results, model).items():
@@ -60,7 +60,7 @@ def predicted_table(results: Path) -> str:
 
 
 def nodes_table(results: Path) -> str:
-    """The paper's Table 3: error in % of the measured dF, by rule and width."""
+    """The paper's Table 3: error in % of the measured dF, by rule and number of bits."""
     widths = widths_of(results, "bench-32m")
     tables = {bits: {row["nodes"]: row for row in t["nodes"]} for bits, t in widths.items() if "nodes" in t}
     if not tables:
@@ -91,7 +91,7 @@ def kinds_table(results: Path) -> str:
 
 
 def shares_table(results: Path) -> str:
-    """The paper's Table 5: share of the sum of |PQI| in the top weights."""
+    """The paper's Table 5: share of the sum of |PQI| held by the top weights."""
     widths = widths_of(results, "bench-32m")
     tables = {bits: t["shares"]["top"] for bits, t in widths.items() if "shares" in t}
     paper = {"0.15%": "4.53 %", "0.71%": "11.29 %", "5.25%": "34.06 %"}
@@ -103,7 +103,7 @@ def shares_table(results: Path) -> str:
 
 
 def ablation_table(results: Path) -> str:
-    """The paper's Table 8: perplexity and KL by width."""
+    """The paper's Table 8: perplexity and KL by number of bits."""
     widths = widths_of(results, "bench-32m")
     tables = {
         bits: {row["label"]: row for row in t["ablation"]} for bits, t in widths.items() if "ablation" in t

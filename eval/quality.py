@@ -1,17 +1,19 @@
-"""The curve: KL and perplexity against real bits, for mode `best`, its parts, and each of them left out.
+"""The curve: KL and perplexity by real bits, for mode `best`, for its parts, and with each of them left out.
 
     python -m eval.quality [--model FOLDER] [--data FOLDER] [--out FOLDER] [--rows best:2 --rows best:3:1 ...]
 
-A row is NAME:BITS[:SEED] with a name of PLANS (`plans.py`); without `--rows` all of CURVE, ABLATION and PEERS_THAT_TRAIN
-run. Rows are added to `quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows
-file:3 --rows file:4` is the whole file: embedding and head at their default bits, `file_bytes` beside the KL; `--rows
-size:12.6` is a file of at most 12.6 MB, split between them and the matrices by the budget. Mixtures of experts are models
-like others: `--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes `quality-MODEL-partN.json`
-instead, for machines side by side; `--merge` joins the parts; `--keep FOLDER` keeps the rows' checkpoints. Rows of peers
-that train are made here, by `block_training.py`; those of untrained ones are in `peers.json`.
+A row is NAME:BITS[:SEED], with a name from PLANS (`plans.py`); without `--rows`, all of CURVE, ABLATION and PEERS_THAT_TRAIN
+are run. Rows are added to `quality-MODEL.json`, replacing those with the same name, bits and seed.
 
-Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
-times as many, as those of the peers that train, and training may use 2048 windows of the same text.
+`--rows file:2 --rows file:3 --rows file:4` measures whole files: embedding and head have their default bits, and
+`file_bytes` is given with the KL. `--rows size:12.6` is a file of at most 12.6 MB, which the budget splits between them and
+the matrices. Mixtures of experts are measured like other models: `--model ../shared/models/moe-31m --rows codes:2
+--rows best:2`. `--part N` writes `quality-MODEL-partN.json` instead, for running on several machines; `--merge` joins the
+parts. `--keep FOLDER` keeps the checkpoints of the rows. Rows of peers that train are made here, by `block_training.py`;
+results of untrained peers are in `peers.json`.
+
+For codes alone, statistics are measured on 128 x 1024 tokens, as the peers' are. Mode `best` and the peers that train
+measure them on four times as many, and training may use 2048 windows of the same text.
 """
 
 import dataclasses
@@ -55,7 +57,7 @@ from requant.version import VERSION
 
 
 def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | None = None) -> dict[str, Any]:
-    """One row, by the product's own stages, its checkpoint in the new folder `keep`; the model is left at the original."""
+    """One row by requant's own stages, its checkpoint in the new folder `keep`. The model keeps its original weights."""
     plan, started = PLANS[name], time.perf_counter()
     train_windows = study.base.train_windows[: plan.finetune.train_windows]
     whole = min(8, max(1, round(bits)))
@@ -84,7 +86,7 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
         run = dataclasses.replace(run, windows=windows, statistics={})
     if own_windows := own_windows_of(
         run.model, run.recipe, run.targets, train_windows
-    ):  # in front: the last ones are held out
+    ):  # placed first, since the last ones are held out
         train_windows = torch.cat([study.own_text(own_windows, of=train_windows), train_windows])
     run = dataclasses.replace(run, train_windows=train_windows)
     run = with_allocation(run, allocate_bits(run))
@@ -134,7 +136,7 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
 
 
 def least_and_most(run: RunContext) -> dict[str, int] | None:
-    """Calibration tokens that the experts of a mixture saw."""
+    """Calibration tokens that the experts of a mixture saw; None for other models."""
     seen = sorted(routed_tokens(run.model, run.windows).values())
     return {"least": seen[0], "median": seen[len(seen) // 2], "most": seen[-1]} if seen else None
 
@@ -152,7 +154,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, float, int]:
 
 
 def joined(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows by name, bits and seed; a newer one takes the place of an older one."""
+    """Rows sorted by name, bits and seed; a newer row replaces an older one with the same key."""
     rows = {key_of(row): row for row in (*old, *new)}
     return [rows[key] for key in sorted(rows)]
 
@@ -161,13 +163,13 @@ def main(
     model: opt.Model = MODEL,
     data: opt.Data = DATA,
     out: opt.Out = RESULTS,
-    rows: Annotated[list[str] | None, typer.Option(help="NAME:BITS[:SEED]; all if not given.")] = None,
+    rows: Annotated[list[str] | None, typer.Option(help="NAME:BITS[:SEED], repeatable. [all]")] = None,
     part: opt.Part = None,
     join: opt.Join = False,
     num_samples: opt.NumSamples = 128,
     seq_len: opt.SeqLen = 1024,
     windows: opt.Windows = None,
-    keep: Annotated[Path | None, typer.Option(help="Where checkpoints of the rows stay.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder in which to keep the rows' checkpoints.")] = None,
     device: opt.Device = "auto",
 ) -> None:
     whole_file = out / f"quality-{model.name}.json"
@@ -191,7 +193,9 @@ def main(
         "original": quality(study, study.base, {}, second=True),
         "rows": old,
     }
-    made = environment(study.prepared.model.device)  # the header's, but rows of other runs stand beside it
+    made = environment(
+        study.prepared.model.device
+    )  # as in the header, but the file also holds rows of other runs
     for name, bits, seed in wanted:
         folder = keep / f"{name}-{bits:g}-{seed}" if keep is not None else None
         row = {**measure(study, name, bits, seed, keep=folder), "environment": made}

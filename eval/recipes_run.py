@@ -2,8 +2,8 @@
 
     python -m eval.recipes_run [--only NAME ...] [--out FOLDER]
 
-Writes `recipes.json`, a row a recipe, kept after each; the table of `recipes/README.md` is made of it. A recipe that is not
-worth this run does not ship.
+Writes `recipes.json`, one row per recipe, after each of them; the table in `recipes/README.md` is made from it. A recipe
+that is not worth this run does not ship.
 """
 
 import json
@@ -24,7 +24,7 @@ from requant.recipe.yaml_files import load_recipe
 
 
 def run(name: str) -> dict[str, Any]:
-    """`requant quantize --recipe NAME` in a process of its own, so that its peak of memory is its own."""
+    """`requant quantize --recipe NAME` in a process of its own, so that the peak memory is its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "requant", "quantize", "--recipe", name, "--json", "--quiet"]
         done = subprocess.run(
@@ -51,9 +51,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main(
-    only: Annotated[
-        list[str] | None, typer.Option(help="Name of a recipe, repeatable; all if not given.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Name of a recipe, repeatable. [all]")] = None,
     out: opt.Out = RESULTS,
 ) -> None:
     known = list(available_recipes())

@@ -1,12 +1,13 @@
-"""Models of a Llama's shape with random weights, as folders: time and memory depend on shapes, not on values.
+"""Folders of models with a Llama's shape and random weights: time and memory depend on shapes, not on values.
 
     python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m] [--blocks 2] [--share 8]
     requant quantize --model FOLDER --bits 2 --calibration TEXT --eval-text TEXT
 
-Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B and 70B, in bfloat16 with transformers' initialization; the
-tokenizer is that of a smaller model, whose tokens every one of them knows. With `--blocks` the model has its first blocks
-alone: what a large model does to each of them runs where the whole does not fit. With `--share 8` it has an eighth of the
-blocks and of the rows of embedding and head, so that its stages stand to each other as those of the whole.
+Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B and 70B, in bfloat16 with transformers' initialization. The
+tokenizer comes from a smaller model, whose tokens are all within their vocabulary. With `--blocks` the model has only its
+first blocks, so that what is done to each block of a large model can be run where the whole does not fit. With `--share 8`
+it has an eighth of the blocks and of the rows of embedding and head, so that the proportions of its stages are those of the
+whole model.
 """
 
 from collections.abc import Mapping
@@ -57,11 +58,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-ROWS = 4096  # the vocabulary of a share is a multiple of it
+ROWS = 4096  # the vocabulary of a share is a multiple of this
 
 
 def config_of(shape: str, blocks: int | None = None, share: int = 1) -> LlamaConfig:
-    """Of all blocks or the first ones, or of one of `share` equal parts of blocks and vocabulary.
+    """The configuration with all blocks or the first ones, or with one of `share` equal parts of blocks and vocabulary.
 
     Raises typer.BadParameter for an unknown shape, more blocks than it has, or a share that does not divide them.
     """
@@ -92,10 +93,12 @@ def build(shape: str, folder: Path, tokenizer: Path, blocks: int | None = None, 
 
 def main(
     shape: Annotated[str, typer.Argument(help="1b, 3b, 8b or 70b.")],
-    folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer is taken.")] = MODEL,
-    blocks: Annotated[int | None, typer.Option(help="Only the first ones.")] = None,
-    share: Annotated[int, typer.Option(help="Of blocks and vocabulary one part of so many.")] = 1,
+    folder: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer to use.")] = MODEL,
+    blocks: Annotated[int | None, typer.Option(help="Write only this many first blocks. [all]")] = None,
+    share: Annotated[
+        int, typer.Option(help="Number of equal parts of blocks and vocabulary, of which to write one.")
+    ] = 1,
 ) -> None:
     build(shape, folder, tokenizer, blocks, share)
 

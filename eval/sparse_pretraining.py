@@ -1,14 +1,15 @@
-"""Tiny models trained from scratch with 2:4 weights: validation loss and flip rate beside a dense run.
+"""Tiny models trained from scratch with 2:4 weights: validation loss and flip rate compared with a dense run.
 
     python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seed S] [--only PATTERN]
 
-Dense, S-STE, transposable masks (2404.01847, dense for the last sixth) and naive SR-STE, on equal tokens of the calibration
-text, with the demo model's tokenizer and shape unless told otherwise. The sparse layers are those of the feed-forward
-networks. A sparse model is scored with its 2:4 weights, except after a dense end. On a GPU products are in bfloat16, by
-autocast. Writes `sparse-pretraining.json` after every row, and goes on there by the same command.
+Dense, S-STE, transposable masks (arXiv 2404.01847, dense for the last sixth) and naive SR-STE, on the same number of tokens
+of the calibration text, with the demo model's tokenizer and shape unless options say otherwise. The layers of the
+feed-forward networks are sparse. A sparse model is scored with its 2:4 weights, except after a dense end. On a GPU,
+products are in bfloat16, by autocast. Writes `sparse-pretraining.json` after every row; the same command continues an
+interrupted run.
 
-A model of this size leaves a GPU waiting for launches, so train rows side by side: `--part N` writes
-`sparse-pretraining-partN.json`, and leaves out the rows that the whole file has; `--merge` joins the parts:
+A model of this size leaves a GPU waiting for launches, so train several rows at once: `--part N` writes
+`sparse-pretraining-partN.json` and leaves out rows that the whole file already has, and `--merge` joins the parts:
 
     for seed in 0 1 2; do python -m eval.sparse_pretraining --seed $seed --part $seed & done; wait
     python -m eval.sparse_pretraining --merge
@@ -47,12 +48,12 @@ MODEL = BENCH_MODEL.with_name("demo-4m")
 VAL_WINDOWS = 16
 PEAK_LR, WARMUP = 3e-3, 0.05
 SEEDS = (0, 1, 2)
-FLIPS_EVERY = 10  # steps between the masks that are compared
+FLIPS_EVERY = 10  # steps between two masks that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One study: the shape of the model, and the training that all rows share."""
+    """The settings of a study: the shape of the model, and the training that all rows share."""
 
     steps: int
     windows_per_step: int
@@ -63,7 +64,7 @@ class Settings:
     device: str
 
 
-ROWS: dict[str, tuple[str, bool] | None] = {  # label -> method, MVUE
+ROWS: dict[str, tuple[str, bool] | None] = {  # label -> method, and whether gradients are pruned (MVUE)
     "dense": None,
     "s-ste": ("s-ste", False),
     "s-ste, MVUE": ("s-ste", True),
@@ -80,7 +81,7 @@ def train_one(
     val: Int64[Tensor, "v t"],
     settings: Settings,
 ) -> dict[str, Any]:
-    """One row: a model trained with `ROWS[label]`, and what it scores."""
+    """One row: a model trained as `ROWS[label]` says, and its scores."""
     started = time.perf_counter()
     model = fresh_model(source, settings, seed)
     training = None
@@ -130,12 +131,12 @@ def key_of(row: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a row in the file: by seed, then as in ROWS."""
+    """The position of a row in the file: by seed, then by ROWS."""
     return row["seed"], list(ROWS).index(row["label"])
 
 
 def fresh_model(source: Path, settings: Settings, seed: int) -> Any:
-    """The architecture of `source` with random weights, in another size."""
+    """A model of the architecture of `source`, with random weights and another size."""
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(source)
     config.hidden_size, config.intermediate_size = settings.hidden, 3 * settings.hidden
@@ -146,7 +147,7 @@ def fresh_model(source: Path, settings: Settings, seed: int) -> Any:
 
 
 def masks_of(model: Any) -> dict[str, Tensor]:
-    """The 2:4 masks by magnitude of the feed-forward weights, which a dense run has as well."""
+    """The 2:4 masks by magnitude of the feed-forward weights; a dense run has them too."""
     return {
         name: keep2(parameter.detach().abs())
         for name, parameter in model.named_parameters()
@@ -162,20 +163,22 @@ def loss_of(model: Any, tokens: Int64[Tensor, "b t"]) -> Tensor:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder whose tokenizer and shape are taken.")] = MODEL,
+    model: Annotated[
+        Path, typer.Option(help="Folder of the model whose tokenizer and shape to use.")
+    ] = MODEL,
     data: opt.Data = DATA,
     out: opt.Out = RESULTS,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1500,
-    windows_per_step: Annotated[int, typer.Option(help="Windows of a step.")] = 32,
+    windows_per_step: Annotated[int, typer.Option(help="Windows per step.")] = 32,
     seq_len: opt.SeqLen = 256,
     hidden: Annotated[
-        int, typer.Option(help="Width; the feed-forward network is three times as wide.")
+        int, typer.Option(help="Hidden size; the feed-forward network is three times as wide.")
     ] = 256,
     blocks: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
-    decay: Annotated[float, typer.Option(help="Of pruned weights, added to the gradient.")] = 2e-4,
+    decay: Annotated[float, typer.Option(help="Decay of pruned weights, added to the gradient.")] = 2e-4,
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="Seed of a run of every row, repeatable; 0, 1 and 2 if not given."),
+        typer.Option(help="Seed with which to run every row, repeatable. [0 1 2]"),
     ] = None,
     device: opt.Device = "auto",
     only: opt.LabelPatterns = None,

@@ -1,21 +1,21 @@
-"""2:4 sparsity: one-shot methods, values of few bits, recovery by training and its ablation, by the protocol of `common.py`.
+"""2:4 sparsity by the protocol of `common.py`: one-shot methods, values of few bits, recovery by training, its ablation.
 
     python -m eval.sparsity [--model FOLDER] [--steps N] [--tokens-per-step T] [--only PATTERN]
 
-Writes `sparsity-MODEL.json` after every row, and measures only rows that the file does not have yet, so a run that stopped
-goes on by the same command. Rows without training come first; `--steps 0` leaves the others out. The full protocol of
-recovery is 500 steps of 16 x 1024 tokens and takes a GPU:
+Writes `sparsity-MODEL.json` after every row and measures only rows that the file does not have yet, so the same command
+continues an interrupted run. Rows without training come first; `--steps 0` leaves the others out. The full protocol of
+recovery is 500 steps of 16 x 1024 tokens and needs a GPU:
 
     python -m eval.sparsity --steps 500 --device cuda
 
-Rows can be measured side by side on one GPU: `--part N` writes `sparsity-MODEL-partN.json`, and leaves out the rows that the
-whole file has; `--merge` joins the parts:
+Several rows can be measured at once on one GPU: `--part N` writes `sparsity-MODEL-partN.json` and leaves out rows that the
+whole file already has, and `--merge` joins the parts:
 
     python -m eval.sparsity --part 0 --only "alps, ast" & python -m eval.sparsity --part 1 --only "magnitude, s-ste" & wait
     python -m eval.sparsity --merge
 
-Bits count the metadata in hardware order, 1 bit a weight. All rows that train keep the step of the lowest KL on the
-validation windows, those that train on the cross-entropy of the text too.
+Bits count the metadata in hardware order, 1 bit per weight. All rows that train keep the step with the lowest KL on the
+validation windows, including those trained on the cross-entropy of the text.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from requant.run.context import RunContext
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One line of the table; `recovery` None: no training."""
+    """One line of the table; without training, `recovery` is None."""
 
     label: str
     method: str
@@ -64,9 +64,9 @@ class Plan:
     recovery: Recovery | None = None
 
 
-SAME = ("protocol",)  # of a header: rows of one file share it; the model is in the name of the file
+SAME = ("protocol",)  # entries of the header that rows of one file share; the model is in the file's name
 AST, S_STE = Recovery(method="ast"), Recovery(method="s-ste")
-TEXT_ALONE = {"distillation": 0.0}  # cross-entropy in place of the KL divergence to the original
+TEXT_ALONE = {"distillation": 0.0}  # cross-entropy instead of the KL divergence to the original
 PLANS = (
     *(Plan(label=name, method=name) for name in PRUNING_METHODS),
     Plan(label="sparsegpt, 4 bits", method="sparsegpt", bits=4),
@@ -96,7 +96,7 @@ PLANS = (
 
 
 def run_of(study: Study, plan: Plan, finetune: Finetune) -> RunContext:
-    """The run of a plan; its recipe says all that the row depends on."""
+    """The run of a plan; its recipe has everything that the row depends on."""
     inputs: Literal["original", "quantized"] = (
         "quantized" if PRUNING_METHODS[plan.method].needs else "original"
     )
@@ -111,7 +111,7 @@ def run_of(study: Study, plan: Plan, finetune: Finetune) -> RunContext:
 
 
 def measure(study: Study, plan: Plan, run: RunContext) -> dict[str, Any]:
-    """One row; the model is left at the original."""
+    """One row; the model keeps its original weights."""
     started = time.perf_counter()
     weights = sparse(run)
     found = quality(study, run, weights, second=True)
@@ -129,7 +129,7 @@ def measure(study: Study, plan: Plan, run: RunContext) -> dict[str, Any]:
 
 
 def results_so_far(file: Path, study: Study) -> dict[str, Any] | None:
-    """What the file holds; None where there is none. Raises typer.BadParameter for another protocol."""
+    """The contents of the file; None if there is none. Raises typer.BadParameter if its protocol is a different one."""
     if not file.is_file():
         return None
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def is_measured(rows: Sequence[Mapping[str, Any]], plan: Plan, run: RunContext) 
 
 
 def agrees(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
-    """Whether a row was made by this recipe, as far as it says: a setting that came later was at its default."""
+    """Whether a row was made by this recipe; a setting newer than the row counts as having been at its default."""
     return all(
         agrees(value, recipe.get(key, {})) if isinstance(value, Mapping) else recipe.get(key) == value
         for key, value in recorded.items()
@@ -153,7 +153,7 @@ def agrees(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
 
 
 def place(row: Mapping[str, Any]) -> int:
-    """Of a row in the table."""
+    """The position of a row in the table."""
     return [plan.label for plan in PLANS].index(row["label"])
 
 
@@ -165,9 +165,9 @@ def main(
     seq_len: opt.SeqLen = 1024,
     windows: opt.Windows = None,
     steps: Annotated[
-        int, typer.Option(help="Training steps of the rows that recover; 0: no such rows.")
+        int, typer.Option(help="Training steps of rows with recovery; 0: leave them out.")
     ] = 500,
-    tokens_per_step: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
+    tokens_per_step: Annotated[int, typer.Option(help="Tokens per step.")] = 16384,
     device: opt.Device = "auto",
     only: opt.LabelPatterns = None,
     part: opt.Part = None,

@@ -9,7 +9,7 @@ from eval.markdown import markdown, read
 
 
 def sparsity_table(results: Path, model: str) -> str:
-    """2:4 by method and by recovery."""
+    """2:4 by method and recovery."""
     found = read(results, f"sparsity-{model}").get("rows", [])
     rows = [
         [
@@ -30,7 +30,7 @@ def sparsity_table(results: Path, model: str) -> str:
 
 
 def sparsity_ablation_table(results: Path) -> str:
-    """Masks that move against fixed ones, and distillation against the text alone."""
+    """Moving masks compared with fixed ones, and distillation compared with training on the text alone."""
     rows = {row["label"]: row for row in read(results, "sparsity-bench-32m").get("rows", [])}
     losses = {"KL to the original": "", "cross-entropy of the text": ", not distilled"}
     columns = {"fixed masks": "magnitude, fixed", "adaptive masks (AST)": "magnitude, ast"}
@@ -47,7 +47,7 @@ def sparsity_ablation_table(results: Path) -> str:
 
 
 def pretraining_table(results: Path) -> str:
-    """Mean validation loss over seeds, its range, what it is above dense, and flip rates over those of dense."""
+    """Validation loss: mean over seeds, range, and excess over dense; flip rates relative to those of dense."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in read(results, "sparse-pretraining").get("rows", []):
         runs.setdefault(row["label"], []).append(row)
@@ -64,7 +64,7 @@ def pretraining_table(results: Path) -> str:
 
 
 def products_table(results: Path) -> str:
-    """Time of dense bfloat16 over that of 2:4 with the default and with the best algorithm."""
+    """Time of dense bfloat16 divided by that of 2:4, with the default and with the best algorithm."""
     shapes = products_by_shape(results)
     tokens = sorted({row["tokens"] for rows in shapes.values() for row in rows})
     lines = []
@@ -77,7 +77,7 @@ def products_table(results: Path) -> str:
 
 
 def products_by_shape(results: Path) -> dict[str, list[dict[str, Any]]]:
-    """Rows of `kernels/bench/semi_structured.py`, of whichever GPU has been measured last by name."""
+    """Rows of `kernels/bench/semi_structured.py`, for the GPU whose file comes last by name."""
     files = sorted(results.glob("semi-structured-*.json"))
     shapes: dict[str, list[dict[str, Any]]] = {}
     for row in read(results, files[-1].stem)["rows"] if files else ():

@@ -1,15 +1,15 @@
-"""Seconds by stage and peak memory: the targets of speed, measured.
+"""Seconds by stage and peak memory, to be compared with the targets for speed.
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
     python -m eval.speed --best [--bits 3] [--keep FOLDER] [--deterministic]
     python -m eval.speed --best --shape 1b [--blocks 4] [--share 8] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
 
-`--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
-`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, of its first `--blocks`,
-or of a `--share` of it that is trained as the whole is, for time and memory alone. A whole run is the command that a user
-types, in a process of its own (on `--gpus` GPUs in several), from its start to its end. `--parts` runs one of each part in
-form: statistics and codes of one block, and steps of training with every other matrix open, which is the fullest phase.
-Peaks stand beside those that the dry run predicts.
+`--nodes` compares the time of PQI with 2 Gauss nodes and with 32 plain ones. `--large` adds the 1B shape
+(`eval/shapes.py`) in mode `paper`. `--best` runs only mode `best`, at `--bits`. With `--shape`, the model has random weights
+of a shape, of its first `--blocks`, or of a `--share` of it that is trained like the whole model, and only time and memory
+mean something. A whole run is the command that a user types, in a process of its own (several with `--gpus`), from start to
+end. `--parts` runs each part once instead: statistics and codes of one block, and training steps in which no other matrix
+has codes yet, the phase that takes the most memory. Peaks are given next to those that the dry run predicts.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ from requant.sensitivity.scores import score_weights
 
 
 def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Recipe:
-    """3 bits, k-means, mode `paper`, at its defaults."""
+    """3 bits, k-means, mode `paper`, with its defaults."""
     return Recipe(
         model=str(model),
         quantizer=METHODS["kmeans"].config(bits=3),
@@ -88,7 +88,7 @@ def whole_run(
     gpu_memory: str | None = None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """`requant quantize`, from its start to its end; the checkpoint stays in `keep`. Its progress goes to stderr."""
+    """`requant quantize` from start to end; the checkpoint is kept in `keep`, and progress goes to stderr."""
     with tempfile.TemporaryDirectory() as parent:
         file = Path(parent) / "recipe.yaml"
         file.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -108,16 +108,16 @@ def whole_run(
     return {
         "wall_seconds": total,
         "cpu_seconds": _seconds_of_children() - worked,
-        "load_average": os.getloadavg()[0],  # a busy machine's seconds are no measurement
+        "load_average": os.getloadavg()[0],  # times on a busy machine are not valid
         "gpus": gpus,
-        "gpu_memory": gpu_memory,  # at most; None: all
+        "gpu_memory": gpu_memory,  # the limit; None: all
         "seconds": {**seconds, "start, load, hashes, save": total - sum(seconds.values())},
         "bits_per_weight": numbers["bits_per_weight"]["after"],
         "perplexity": numbers["perplexity"]["after"],
         "kl": numbers["mean_kl"],
         **memory(numbers["peak_memory"], outlined.model),
         "predicted_bytes": expected_memory(outlined, outlined.recipe, device),
-        "steps": outlined.recipe.finetune.num_steps,  # of a phase, which may follow from the model's size
+        "steps": outlined.recipe.finetune.num_steps,  # per phase; may follow from the model's size
         "recipe": _named(recipe),
     }
 
@@ -130,7 +130,7 @@ def _seconds_of_children() -> float:
 def best_recipe(
     model: Path, data: Path, *, num_samples: int, seq_len: int, bits: float = 2.0, steps: int | None = None
 ) -> Recipe:
-    """Mode `best` at its defaults; training has at most 8 times the windows of the statistics. `steps` None: by the size."""
+    """Mode `best` with its defaults, but training on at most 8 times `num_samples` windows. `steps` None: by model size."""
     plain = recipe_for(model, data, num_samples=num_samples, seq_len=seq_len)
     best = default_recipe(str(model), None, "best", gpu=True)
     finetune = dataclasses.replace(
@@ -149,7 +149,7 @@ def best_recipe(
 
 
 def trained_as_the_whole(recipe: Recipe, shape: str) -> Recipe:
-    """By as many steps as all of the shape, and block by block if that is."""
+    """The recipe with as many training steps as the whole shape gets, and block by block if the whole is."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config_of(shape))
     complete = with_steps(whole, recipe).finetune
@@ -158,7 +158,7 @@ def trained_as_the_whole(recipe: Recipe, shape: str) -> Recipe:
 
 
 def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
-    """What mode `best` does on a large model, one of each."""
+    """Each part of what mode `best` does on a large model, once."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
     run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
     where, method, settings = prepared.model.device, METHODS[recipe.method], prepared.recipe.finetune
@@ -220,7 +220,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
 
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """PQI alone, by rule, over all windows of the recipe: seconds and peak memory."""
+    """Seconds and peak memory of PQI alone, by quadrature rule, over all windows of the recipe."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
     run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
     weights = quantize_linears(run, None, label="quantize")
@@ -241,14 +241,14 @@ def pass_once(run: RunContext, weights: Weights, nodes: str) -> None:
 
 
 def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
-    """Peak bytes, and in units of the model in bfloat16."""
+    """Peak memory in bytes, and in units of the model's size in bfloat16."""
     parameters = sum(p.numel() for p in model.parameters())
     return {"peak_bytes": peak, "peak_in_bf16_models": peak / (2 * parameters)}
 
 
 @contextmanager
 def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None, share: int = 1) -> Iterator[Path]:
-    """A folder with random weights of the shape while the context lasts; none of them stay on the GPU."""
+    """A folder with random weights of the shape, for the duration of the context; none of them stay on the GPU."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"llama-{shape}-shape"
         build(shape, folder, tokenizer, blocks, share)
@@ -258,7 +258,7 @@ def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None, share: 
 
 
 def _named(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with names in place of folders."""
+    """The recipe with names instead of folders."""
     plain = to_dict(recipe)
     plain["model"] = Path(recipe.model).name
     for section in ("calibration", "evaluation"):
@@ -271,23 +271,31 @@ def main(
     data: opt.Data = DATA,
     out: opt.Out = RESULTS,
     num_samples: Annotated[int, typer.Option(help="Calibration windows of 1024 tokens.")] = 64,
-    nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
-    large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
-    best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
-    shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b, 8b, 70b.")] = None,
-    blocks: Annotated[int | None, typer.Option(help="Of `--shape`: its first blocks alone.")] = None,
-    share: Annotated[int, typer.Option(help="Of `--shape`: one of so many equal parts.")] = 1,
-    gpus: Annotated[int, typer.Option(help="Of `--shape`: GPUs for a whole run.")] = 1,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Of `--shape`: most that a whole run may take of a GPU.")
+    nodes: Annotated[bool, typer.Option(help="Also compare the time of gauss2 and plain32.")] = False,
+    large: Annotated[bool, typer.Option(help="Also measure the 1B shape: 128 x 2048 tokens.")] = False,
+    best: Annotated[bool, typer.Option(help="Only mode `best`; needs a GPU.")] = False,
+    shape: Annotated[
+        str | None, typer.Option(help="With `--best`: random weights of this shape, 1b, 3b, 8b or 70b.")
     ] = None,
-    parts: Annotated[bool, typer.Option(help="Of `--shape`: one of each part, not a whole run.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Of `--best`: steps of a phase of training.")] = None,
-    samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
-    bits: Annotated[float, typer.Option(help="Of mode `best`.")] = 2.0,
-    keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="With `--shape`: only its first blocks.")] = None,
+    share: Annotated[int, typer.Option(help="With `--shape`: one of this many equal parts.")] = 1,
+    gpus: Annotated[int, typer.Option(help="With `--shape`: number of GPUs of a whole run.")] = 1,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="With `--shape`: most memory that a whole run may take of a GPU.")
+    ] = None,
+    parts: Annotated[
+        bool, typer.Option(help="With `--shape`: each part once instead of a whole run.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="With `--best`: training steps per phase.")] = None,
+    samples: Annotated[
+        int, typer.Option(help="With `--shape`: calibration windows of 2048 tokens.")
+    ] = GPU_SAMPLES,
+    bits: Annotated[float, typer.Option(help="Bits of mode `best`.")] = 2.0,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder in which to keep the checkpoint of mode `best`.")
+    ] = None,
     deterministic: Annotated[
-        bool, typer.Option(help="Of `--best`: gradients that are the same in every run.")
+        bool, typer.Option(help="With `--best`: gradients that are the same in every run.")
     ] = False,
     device: opt.Device = "auto",
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tables of time and memory: runs against their targets, tokens a second of whole models, experts of one block."""
+"""Tables of time and memory: runs and their targets, tokens per second of whole models, experts of one block."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from eval.markdown import markdown, read
 
 
 def speed_table(results: Path) -> str:
-    """Targets beside what was measured."""
+    """What was measured, next to the targets."""
     rows: list[list[str]] = []
     cpu, gpu, h100, scaling = (
         read(results, name) for name in ("speed-cpu", "speed-cuda", "speed-1b-h100", "scaling-h100")
@@ -36,7 +36,7 @@ def speed_table(results: Path) -> str:
             samples, settings = recipe["calibration"]["num_samples"], recipe["finetune"]
             steps = found[key].get(
                 "steps", settings["steps"]
-            )  # the recipe may leave them to the model's size
+            )  # the recipe may leave this to the model's size
             training = _phases(settings, steps) if steps else "codes without training"
             bits = f"{recipe['budget']['bits']:g}"
             what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
@@ -73,12 +73,12 @@ def speed_table(results: Path) -> str:
 
 
 def _phases(finetune: Mapping[str, Any], steps: int) -> str:
-    """Rows from before recipes had `rounds` trained after four."""
+    """Training phases and steps as text; rows older than `rounds` had four phases."""
     return f"{finetune.get('rounds', 4)} x {steps} steps"
 
 
 def decoding_table(results: Path) -> str:
-    """Tokens a second of whole models, each beside bf16 by the same steps: a line for each shape and format."""
+    """Tokens per second of whole models and the ratio to bf16 with the same steps: one line per shape and format."""
     lines: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for row in read(results, "end-to-end-h200").get("rows", []):
         if "failed" not in row:
@@ -111,7 +111,7 @@ VLLMS_OWN = {"bf16": "bf16", "gptq:4": "vLLM's int4 (GPTQ, groups of 128)"}
 
 
 def vllm_table(results: Path) -> str:
-    """Tokens a second in vLLM's engine, beside its bf16: a line for each format, ours with layers fused and not."""
+    """Tokens per second in vLLM's engine and the ratio to its bf16, one line per format, ours with layers fused and not."""
     lines: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in read(results, "vllm-h200").get("rows", []):
         if "decode_tokens_per_s" in row:
@@ -134,7 +134,7 @@ def vllm_table(results: Path) -> str:
 
 
 def earlier_decoding_table(results: Path) -> str:
-    """Decoding of whole models of random weights beside bf16 in the same setup."""
+    """Decoding of whole models with random weights, next to bf16 in the same setup."""
     found = [
         row
         for name in ("attention-h200", "end-to-end-compiled-h200")
@@ -168,7 +168,7 @@ def earlier_decoding_table(results: Path) -> str:
 
 
 def experts_step_table(results: Path) -> str:
-    """The experts of one block, by kernel and tokens: microseconds, and how many times faster than the best of bf16."""
+    """The experts of one block by kernel and number of tokens: microseconds, and the speed-up over the best of bf16."""
     found = read(results, "experts-step-h100").get("rows", [])
     tokens = sorted({row["m"] for row in found})
     cells = {
@@ -186,7 +186,7 @@ def experts_step_table(results: Path) -> str:
 
 
 def _predicted(found: Mapping[str, Any]) -> str:
-    """Peak memory beside what the dry run says."""
+    """Peak memory, with the dry run's prediction."""
     return f"{_memory(found)}, predicted {found['predicted_bytes'] / 2**30:.1f} GiB"
 
 

@@ -1,9 +1,9 @@
-"""Renders `eval/results/*.json` as the tables of README and `docs/`.
+"""Renders the tables of README and `docs/` from `eval/results/*.json`.
 
     python -m eval.tables          # rewrites the tables of README.md, recipes/README.md and docs/*.md
 
-A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; where its results do not exist yet it is empty.
-A test keeps every page equal to what this would write.
+A table stands between `<!-- results:NAME -->` and `<!-- /results -->`, and is empty if its results do not exist yet. A test
+checks that every page is what this would write.
 """
 
 import re
@@ -54,7 +54,7 @@ BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.D
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """`text` with every block between markers made new."""
+    """`text` with every block between markers rendered again."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
@@ -67,13 +67,13 @@ def render(text: str, results: Path = RESULTS) -> str:
 
 
 def demo_table(results: Path) -> str:
-    """What the first command prints last, but for the paths."""
+    """The closing table of the README's first command, without paths."""
     rows = [row for row in read(results, "demo").get("rows", []) if row[""] not in ("checkpoint", "report")]
     return markdown(["", "before", "after"], [[row[""], row["before"], row["after"]] for row in rows])
 
 
 def recipes_table(results: Path) -> str:
-    """The recipes that ship with requant, as they were run."""
+    """The recipes that ship with requant, with the results of running them."""
     rows = [
         [
             f"`{row['recipe']}`",
@@ -93,7 +93,7 @@ def recipes_table(results: Path) -> str:
 
 
 def recipe_keys_table(_results: Path) -> str:
-    """The keys of every recipe, from its classes."""
+    """The keys of every recipe, from the recipe's classes."""
     columns = ["key", "takes", "default", "meaning"]
     rows = [key for key in recipe_keys() if key.method is None]
     return markdown(columns, [[f"`{k.key}`", k.takes, f"`{k.default}`", k.meaning] for k in rows])
@@ -140,7 +140,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparse-products": products_table,
     "trellis-codes": trellis_codes_table,
 }
-REFERENCE = {"recipe-keys": recipe_keys_table, "quantizer-keys": quantizer_keys_table}  # read no results
+REFERENCE = {"recipe-keys": recipe_keys_table, "quantizer-keys": quantizer_keys_table}  # do not read results
 TABLES |= REFERENCE
 
 

@@ -1,8 +1,8 @@
-"""Configurations of tiny models, for any model type of transformers: what decides sizes is made small, the rest stays.
+"""Configurations of tiny models, for any model type of transformers: all that sets a size is made small, the rest kept.
 
-The names of sizes are those that configurations share, so no architecture needs code of its own; OVERRIDES has what is left.
-A configuration that names kinds of layers (`layer_types`: full attention, a sliding window, a state space) gets as many
-layers as it takes to have each kind that its default has.
+Sizes have names that configurations share, so no architecture needs its own code; OVERRIDES holds the exceptions. A
+configuration that names kinds of layers (`layer_types`: full attention, sliding window, state space) gets as many layers as
+are needed to have every kind that its default has.
 """
 
 from collections.abc import Mapping
@@ -48,11 +48,11 @@ SIZES: dict[str, Any] = {
     # positions
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "context_length", "max_seq_len"), 256),
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention"), 32),
-    # images and sounds beside a text model
+    # image and audio encoders of a text model
     **dict.fromkeys(("image_size", "num_mel_bins"), 32),
     "patch_size": 16,
 }  # fmt: skip
-# model type -> what its configuration needs beside SIZES, in VARIANTS for other models of a type
+# model type -> what its configuration needs besides SIZES; in VARIANTS for further models of a type
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
@@ -109,7 +109,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_config(name: str, vocabulary: int, **special: int | None) -> PretrainedConfig:
-    """A small configuration of a model type or variant; `special` are the ids of tokens that it names."""
+    """A small configuration of a model type or variant; `special` has the ids of its special tokens."""
     kind, own = VARIANTS.get(name, (name, {}))
     return _shrunk(CONFIG_MAPPING[kind], kind, {"vocab_size": vocabulary, **special}, own)
 
@@ -121,7 +121,7 @@ def _shrunk(
     stored = default.to_dict()
     known = set(stored) | set(default.attribute_map)
     own = {**OVERRIDES.get(kind, {}), **(own or {})}
-    # one that a configuration leaves open follows from others, or says that a part is missing
+    # a size that a configuration leaves open follows from others, or means that a part is missing
     sizes = {
         key: value
         for key, value in SIZES.items()

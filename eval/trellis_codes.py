@@ -2,23 +2,24 @@
 
     python -m eval.trellis_codes --tiles 100
 
-A code is a table of 2**L states; a kernel spends one hash a step on it, whatever the step holds. So a code of two weights
-a step needs half the hashes and matrix products of a code of one (`kernels/requant_kernels/trellis/README.md` counts 1.6
-instructions a weight for `pair`, 3.0 for `mul1`), and the question is what that costs in error:
+A code is a table of 2**L states, for which a kernel computes one hash per step, however many weights a step has. So a code
+with two weights per step needs half the hashes and matrix products of a code with one. Decoding takes 1.6 instructions per
+weight with `pair` and 3.0 with `mul1` (`kernels/requant_kernels/trellis/README.md`). The question is what error that costs:
 
     error = mean (w - w~)^2 / variance * 4**bits        1 is the bound of any code (rate distortion)
 
-Beside the registered codes (`requant/formats/trellis_codes.py`) stand true Gaussian draws, which say what a state of L bits
-allows, and a candidate that no kernel decodes yet:
+The registered codes (`requant/formats/trellis_codes.py`) are compared with true Gaussian draws, which show what a state of L
+bits allows, and with a candidate that no kernel decodes yet:
 
-    octagon   h as of `pair`, bytes b0 .. b3 less their mean 127.5;   (x, y) = sum of b_i d_i,
+    octagon   h as in `pair`, bytes b0 .. b3 minus their mean 127.5;   (x, y) = sum of b_i d_i,
               d = (3, 0), (-2, 2), (0, 3), (2, 2): nearly the directions of a regular octagon
 
-`pair` adds its four bytes along two directions only, so its values fill a square, whose sides are 2.45 standard deviations
-from the middle; four directions fill an octagon, 2.96 to 3.2 deviations wide. In a product with activations the directions
-are part of the activations, so decoding is that of `pair`. Values are integers up to 1785, over 2: exact in float16.
+`pair` adds its four bytes along only two directions, so its values fill a square whose sides are 2.45 standard deviations
+from the centre; four directions fill an octagon, 2.96 to 3.2 deviations wide. In a product with activations the directions
+can be folded into the activations, so decoding costs as much as for `pair`. Values are integers up to 1785, divided by 2:
+exact in float16.
 
-The spread of each code is the best of a few on other Gaussians than those that are reported.
+The spread of each code is the best of a few, chosen on Gaussians other than those that are reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def gaussian(weights_per_step: int) -> Callable[[int], Float[Tensor, "s v"]]:
     return draw
 
 
-# name -> the values of 2**L states; registered codes have one L
+# name -> the values of the 2**L states; registered codes have only one L
 CANDIDATES: dict[str, Callable[[int], Tensor]] = {
     **{name: lambda _, name=name: code_values(name) for name in CODES},
     "octagon": octagon,
@@ -73,7 +74,7 @@ def gaussian_tiles(count: int, *, seed: int) -> Float[Tensor, "b 256"]:
 
 
 def model_tiles(folder: Path, count: int) -> Float[Tensor, "b 256"]:
-    """Tiles of the rotated matrices of the blocks, each matrix at variance 1, `count` of them at even distances."""
+    """`count` evenly spaced tiles of the rotated matrices of the blocks, each matrix scaled to variance 1."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tiles: list[Tensor] = []
     for i, linear in enumerate(find_linears(model)):
@@ -87,13 +88,13 @@ def model_tiles(folder: Path, count: int) -> Float[Tensor, "b 256"]:
 
 
 def errors(tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bits: int) -> Float[Tensor, " b"]:
-    """Mean squared error of each tile, times 4**bits."""
+    """Mean squared error of each tile, multiplied by 4**bits."""
     states = tail_biting_states(tiles.view(len(tiles), -1, values.shape[1]), values, bits=bits)
     return (values[states].flatten(1) - tiles).square().mean(1) * 4.0**bits
 
 
 def rows(tiles: dict[str, Float[Tensor, "b 256"]]) -> Iterator[dict[str, Any]]:
-    """A row for each code, size of the state, and width: error on each kind of tile, with its standard error."""
+    """One row per code, size of the state and number of bits: error on each kind of tile, with its standard error."""
     fitting = gaussian_tiles(FITTING_TILES, seed=1)
     for name, table in CANDIDATES.items():
         spreads: dict[int, float] = {}

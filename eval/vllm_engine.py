@@ -1,21 +1,21 @@
-"""vLLM's engine: tokens a second of whole models with random weights, ours beside its bf16 and int4, and our
-log-probabilities beside `requant.load`.
+"""vLLM's engine: tokens per second of whole models with random weights, ours next to its bf16 and int4, and our
+log-probabilities compared with those of `requant.load`.
 
     python -m eval.vllm_engine --out eval/results/vllm-h100.json [--formats gptq:4 --formats mul1:2]
     python -m eval.vllm_engine --out eval/results/vllm-check.json --checkpoints CHECKPOINT
 
-Needs vllm, and requant with its entry point. Every row is a process of its own, whose engine starts with CUDA graphs of
-decoding steps and, unless `--compile` is given, without torch.compile, so that it starts in seconds; all rows alike.
-Speed depends on shapes: a format of ours, KIND:BITS as in `end_to_end.py`, is a checkpoint of random codes (embedding and
-head grids of four bits more in groups of 64), written to a temporary folder; bf16, `gptq:4` and `awq:4` (groups of 128, by
-the kernels that vLLM picks: Machete for `gptq:4` on Hopper) are vLLM's dummy weights. Decoding alone is timed, as the
-difference of a long and a short run of the same prompts.
+Needs vllm, and requant installed with its entry point. Every row runs in a process of its own, whose engine uses CUDA graphs
+for decoding steps but, unless `--compile` is given, no torch.compile, so that it starts in seconds; this is the same for all
+rows. Speed depends on shapes. One of our formats, KIND:BITS as in `end_to_end.py`, is a checkpoint with random codes
+(embedding and head are grids with four bits more, in groups of 64), written to a temporary folder. bf16, `gptq:4` and
+`awq:4` (groups of 128, with the kernels that vLLM picks: Machete for `gptq:4` on Hopper) use vLLM's dummy weights. Only
+decoding is timed, as the difference of a long and a short run of like prompts.
 
-`fused_layers` of a row: whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`), which
-`REQUANT_VLLM_FUSE=0` in the environment turns off.
+`fused_layers` of a row says whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`);
+`REQUANT_VLLM_FUSE=0` in the environment turns this off.
 
-A checkpoint is checked on a text: log-probabilities of the prompt, and of tokens that the engine chose, one a step, against
-`requant.load` in bfloat16; beside them what the same model in float32 differs by, which is the rounding to expect.
+A checkpoint is checked on a text: the log-probabilities of the prompt, and of the tokens that the engine chose one per step,
+are compared with `requant.load` in bfloat16. How far both are from the same model in float32 shows what rounding to expect.
 """
 
 import json
@@ -45,16 +45,18 @@ from requant.formats.trellis import TrellisSpec
 from requant.models.devices import pick_device
 
 PROMPT_TOKENS, SHORT, LONG = 32, 16, 144
-CHECKED, CHOSEN = 256, 48  # tokens of a prompt, and of its continuation
+CHECKED, CHOSEN = 256, 48  # tokens of a prompt and of its continuation
 TEXT = Path(__file__).parents[1] / "requant" / "data" / "demo-text"
 
 
 def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Codes and signs are random bits, signs of one width the same, as those of a recipe are; scales small, so that nothing
-    overflows."""
+    """Random bits for codes and signs, small scales so that nothing overflows.
+
+    Signs of equal length are the same for all matrices, as in checkpoints that requant makes.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if suffix == "input_signs":
-        return random_bits(shape, dtype).clone()  # a file has no tensor twice
+        return random_bits(shape, dtype).clone()  # a file must not have a tensor twice
     if dtype == torch.int32:
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device).cpu()
     if dtype == torch.int8:
@@ -66,13 +68,13 @@ def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 @cache
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Once for each shape."""
+    """Random bits, drawn once per shape and dtype."""
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max, shape, dtype=dtype)
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: float) -> None:
-    """A checkpoint of the shape of `config` with random codes, as `requant quantize` lays it out."""
+    """Write a checkpoint of the shape in `config` with random codes, laid out as `requant quantize` does."""
     d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, groups = (
         config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
@@ -107,7 +109,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: floa
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
 
 
-# vLLM takes the names of GPTQ's matrices from the weight files, and dummy weights have none: without them all stay in bf16.
+# vLLM takes the names of GPTQ's matrices from the weight files, which dummy weights lack; without names all stay in bf16.
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PEERS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
@@ -126,10 +128,10 @@ FORMATS = (*PEERS, "mul1:2", "mul1:3", "mul1:4")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all rows share."""
+    """The settings that all rows share."""
 
     shape: str
-    layers: int  # 0: as the shape has
+    layers: int  # 0: as many as the shape has
     batch: tuple[int, ...]
     tensor_parallel: int
     memory: float
@@ -151,14 +153,14 @@ def engine(folder: Path, settings: Settings, *, length: int, **options: Any) -> 
 
 
 def fused_layers(llm: Any, settings: Settings) -> bool | None:
-    """Whether the plugin fused the decoder layers; None where the model lies in other processes."""
+    """Whether the plugin fused the decoder layers; None if the model is in other processes."""
     from requant.integrations.vllm_block import is_fused
 
     return llm.apply_model(is_fused)[0] if settings.tensor_parallel == 1 else None
 
 
 def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
-    """Rows of one format."""
+    """Measure the rows of one format."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     config = {
@@ -210,7 +212,7 @@ def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
 
 
 def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
-    """Log-probabilities of a checkpoint."""
+    """Compare a checkpoint's log-probabilities in the engine with those of `requant.load`."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     text = "\n".join(path.read_text() for path in sorted(TEXT.glob("*.txt")))
@@ -263,25 +265,27 @@ def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
 
 def main(
     out: opt.OutFile,
-    shape: Annotated[str, typer.Option(help="Of the formats' models.")] = "llama-3.1-8b",
-    layers: Annotated[int, typer.Option(help="Fewer than the shape has.")] = 0,
+    shape: Annotated[str, typer.Option(help="Shape of the models.")] = "llama-3.1-8b",
+    layers: Annotated[int, typer.Option(help="Number of layers, if fewer than the shape has.")] = 0,
     formats: Annotated[
         list[str] | None,
-        typer.Option(help="A peer or KIND:BITS, repeatable; all if neither these nor checkpoints are given."),
+        typer.Option(help="A peer or KIND:BITS, repeatable. [all, unless checkpoints are given]"),
     ] = None,
     checkpoints: Annotated[
         list[str] | None, typer.Option(help="Folder of a checkpoint to check, repeatable.")
     ] = None,
     batch: opt.Batch = None,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs that an engine divides a model among.")] = 1,
-    memory: Annotated[float, typer.Option(help="Share of the GPU's memory that an engine takes.")] = 0.8,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Number of GPUs among which an engine divides a model.")
+    ] = 1,
+    memory: Annotated[float, typer.Option(help="Fraction of the GPU's memory that an engine takes.")] = 0.8,
     compile: Annotated[
-        bool, typer.Option("--compile", help="With torch.compile, as `vllm serve` does by default.")
+        bool, typer.Option("--compile", help="Use torch.compile, as `vllm serve` does by default.")
     ] = False,
     seconds: opt.Seconds = 1e9,
     row: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    if row is not None:  # one row, in this process: FORMAT or =CHECKPOINT
+    if row is not None:  # measure one row in this process: FORMAT or =CHECKPOINT
         settings = Settings(
             shape=shape, layers=layers, batch=tuple(batch or BATCHES), tensor_parallel=tensor_parallel,
             memory=memory, compile=compile,
@@ -304,14 +308,14 @@ def main(
 
 
 def row_of_own_process(name: str, tensor_parallel: int) -> list[dict[str, Any]]:
-    """This command again with the same options, for one row: an engine gives its memory back only when its process ends."""
+    """Run this command again with the same options for one row: an engine frees its memory only when its process ends."""
     environ = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tensor_parallel == 1 else {})
     with tempfile.TemporaryDirectory() as home:
         part = Path(home) / "row.json"
         command = [sys.executable, "-m", "eval.vllm_engine", *sys.argv[1:], "--row", name, "--out", str(part)]
         with (
             sigterm_interrupts()
-        ):  # so that a timeout of this command ends the engine too, which holds a GPU's memory
+        ):  # so that a timeout of this command also ends the engine, which holds GPU memory
             run = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
         return json.loads(part.read_text()) if part.exists() else [{"name": name, "failed": run.returncode}]
 
