@@ -1,8 +1,9 @@
-"""Where every bit of a code lives in `packed_codes`.
+"""The position of every bit of a code in `packed_codes`.
 
 A *k_tile* is 16 rows x 256 columns of W, what a warp dequantizes at a time: 16 steps of `mma.m16n8k16` with W as the left
-operand. Of that operand lane `4 g + t` holds rows g and g + 8 (`rh`), and of a step's 16 columns 2t and 2t + 1 (`e`) in both
-halves of eight (`kh`). Which column of W a position along K means is free, as long as the activations follow. Step j is
+operand. Lane `4 g + t` holds rows g and g + 8 (`rh`) of that operand and, of a step's 16 columns, 2t and 2t + 1 (`e`) in
+both halves of eight (`kh`). The column of W at a position along K is free, as long as the activations use the same order.
+Step j is
 
     column = 32 (j // 2) + 8 t + 4 (j % 2) + 2 kh + e          j = 0..15
 
@@ -10,9 +11,9 @@ so a lane reads eight consecutive activations at once, and two steps (`mma_k32`)
 group. The 32 codes of one (row, t, kh), 2 columns x 16 steps, fill exactly `bits` 32-bit words, and a lane's 16-byte load is
 (kh, rh) of one word: already the registers of the A fragment, without shared memory or shuffles.
 
-Within a word there are two orders, each made for its decoder (`dequant_ptx.py`):
+Within a word there are two orders, each designed for its decoder (`dequant_ptx.py`):
 - grid: a field at bit s of a 16-bit half is an fp16 subnormal, so `(word & mask) * 2^(15-s) - zero` is the exact
-  weight: one LOP3 and one HFMA2 for two weights. Of 5 to 7 bits those beyond the first 4 lie in other words and are
+  weight: one LOP3 and one HFMA2 per two weights. With 5 to 7 bits, those beyond the first 4 are in other words and are
   rotated to their position. Eight bits are bytes, which PRMT puts under the exponent of 1024.
 - codebook: a nibble is a selector of PRMT, a lookup in 8 bytes: four lookups give four high bytes, four more the low bytes,
   two more interleave them into four exact fp16 (or bf16) levels.
@@ -30,7 +31,7 @@ from functools import cache
 
 K_TILE = 256  # columns of a k_tile
 ROW_TILE = 16  # rows of a k_tile
-MMA_STEPS = 16  # of K = 16 in a k_tile
+MMA_STEPS = 16  # of K = 16, per k_tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def grid_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
     if bits < 5:
         return _single_fields(bits)
     widths = {5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [4, 4]}[bits]
-    stride = 16 if bits > 6 else 4  # distance of two steps inside a half
+    stride = 16 if bits > 6 else 4  # distance between two steps inside a half
     span = 16 if bits > 6 else 8  # bits of a half that the steps of one rotation use
     shifts = [stride * i for i in range(span // stride)]
     steps: list[list[Field]] = [[] for _ in range(MMA_STEPS)]
@@ -75,8 +76,8 @@ def grid_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
 def _single_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
     """2 to 4 bits: a code is one field; both steps of an mma_k32 have it at the same bit, so one multiplier serves both.
 
-    A half of 16 bits has the fields of the word as it is and those of the word rotated by `rotation`. Three bits leave bit
-    15 of every half free: those bits of the three words together are the last step.
+    A 16-bit half has the fields of the unrotated word and those of the word rotated by `rotation`. Three bits leave bit
+    15 of every half free: those bits of the three words together form the last step.
     """
     codes_per_half = 16 // bits
     rotation = (codes_per_half + 1) // 2 * bits
@@ -106,7 +107,7 @@ def codebook_bit_positions(bits: int) -> tuple[tuple[tuple[tuple[int, int], ...]
         steps = []
         for step in range(MMA_STEPS):
             nibble = e + 2 * (step % 2)
-            if bits == 4:  # two steps a half word; bit 3 of a code is where PRMT's sign mode finds it
+            if bits == 4:  # two steps per half word; bit 3 of a code is where PRMT's sign mode reads it
                 word, half = divmod(step // 2, 2)
                 low = [(word, 16 * half + 4 * nibble + c) for c in range(3)]
                 steps.append((*low, (word, 8 * nibble + (3 if half else 7))))

@@ -1,13 +1,13 @@
-"""Kernels compiled on all cores, before the first of them is needed.
+"""Compiles kernels on all cores, before the first of them is needed.
 
-Triton compiles a kernel when it is first launched, one after another. `compile_ahead` makes the same launches without
-starting their kernels and notes what Triton would compile; processes then compile it, and leave it in Triton's cache on
-disk, where the launch in earnest finds it. Threads do not serve: a third of the time of a kernel is Python, of which a
-process runs one thread at a time.
+Triton compiles each kernel at its first launch, one after another. `compile_ahead` makes the same launches without starting
+the kernels and records what Triton would compile; worker processes then compile it into Triton's cache on disk, where
+the real launch finds it. Threads would not help: a third of a kernel's compile time is Python, of which a process runs one
+thread at a time.
 
-The processes are forks, so they have imported everything and know the kernels' constants, and it takes them milliseconds to
-begin. They compile and end, without a call to CUDA, as the workers of a DataLoader do. A kernel that does not compile says
-nothing here, nor does a process that is killed: the launch in earnest compiles it, or says why not.
+The workers are forks, so they have imported everything, know the kernels' constants, and start in milliseconds. They compile
+and exit without calling CUDA, as DataLoader workers do. A kernel that does not compile reports nothing here, nor does a
+worker that is killed: the real launch compiles it or reports the error.
 """
 
 import gc
@@ -25,24 +25,25 @@ import triton
 from triton.errors import TritonError
 from triton.runtime.cache import get_cache_manager
 
-SILENCE = 60.0  # seconds without a finished kernel, after which processes count as stuck
-INDEX_BYTES = 4  # of a job's number, in a pipe
+SILENCE = 60.0  # seconds without a finished kernel after which the processes count as stuck
+INDEX_BYTES = 4  # per job number, in a pipe
 _compiling = False
-_under_way: dict[str, "Processes"] = {}  # cache key -> who compiles it
+_under_way: dict[str, "Processes"] = {}  # cache key -> processes that compile it
 
 
 def compiling() -> bool:
-    """Whether launches compile their kernel and start nothing."""
+    """Whether launches only compile their kernel and do not start it."""
     return _compiling
 
 
 def compile_ahead(calls: Callable[[], object], *, wait: bool = True) -> None:
     """Compile all kernels that `calls()` launches through `launch`; other launches are compiled and run one by one.
 
-    What the calls give is not defined. Without `wait`, the caller goes on; a later `compile_ahead` waits for what it needs.
+    The results of the calls are undefined. Without `wait` it returns at once; a later `compile_ahead` waits for what it
+    needs.
     """
     if not hasattr(triton, "AsyncCompileMode") or not hasattr(os, "fork"):
-        return  # a Triton or a system without it: kernels are compiled as they come
+        return  # a Triton or a system without support: kernels are compiled on first use
     jobs = _launched(calls)
     new = {key: job for key, job in jobs.items() if key not in _under_way and not job.is_cached}
     if new:
@@ -57,7 +58,7 @@ def compile_ahead(calls: Callable[[], object], *, wait: bool = True) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A kernel to compile; `key` is Triton's, of everything that it is compiled from."""
+    """A kernel to compile; `key` is Triton's, over everything that it is compiled from."""
 
     key: str
     compile: Callable[[], Any]
@@ -66,16 +67,16 @@ class Job:
     def is_cached(self) -> bool:
         """Whether the cache on disk has it."""
         manager: Any = get_cache_manager(hashlib.sha256(self.key.encode()).hexdigest())
-        folder = getattr(manager, "cache_dir", None)  # a cache of another kind has none
+        folder = getattr(manager, "cache_dir", None)  # absent in other kinds of cache
         return folder is not None and any(name.startswith("__grp__") for name in os.listdir(folder))
 
     def result(self) -> Any:
-        """For launches that do not come through `launch`: they want the kernel now."""
+        """For launches that do not go through `launch`: they need the kernel now."""
         return self.compile()
 
 
 def _launched(calls: Callable[[], object]) -> dict[str, Job]:
-    """What Triton would compile for the calls, in their order."""
+    """What Triton would compile for the calls, in order."""
     global _compiling
 
     class Noting(triton.AsyncCompileMode):
@@ -89,14 +90,14 @@ def _launched(calls: Callable[[], object]) -> dict[str, Job]:
         try:
             calls()
         except (TritonError, RuntimeError):
-            pass  # of a launch that is not ours; the same call says so when it is made in earnest
+            pass  # from a launch that is not ours; the real call raises it again
         finally:
             _compiling = False
     return jobs
 
 
 class Processes:
-    """Forks that compile jobs, in their order, and end."""
+    """Forks that compile jobs in order, and exit."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self.keys = [job.key for job in jobs]
@@ -109,7 +110,7 @@ class Processes:
         for _ in range(min(len(jobs), len(os.sched_getaffinity(0)))):
             with (
                 warnings.catch_warnings()
-            ):  # of locks that other threads may hold: a compilation takes none of them
+            ):  # about locks that other threads may hold: a compilation takes none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if not pid:
@@ -123,7 +124,7 @@ class Processes:
         return not self.pids
 
     def wait(self, key: str) -> None:
-        """Until a kernel is compiled, or nobody compiles it any more."""
+        """Wait until a kernel is compiled, or no process is compiling it any more."""
         while key in self.left and not self.ended:
             ready, _, _ = select.select([self.finished], [], [], SILENCE)
             found = os.read(self.finished, INDEX_BYTES) if ready else b""
@@ -135,9 +136,9 @@ class Processes:
             self.end()
 
     def end(self, *, stuck: bool = False) -> None:
-        """Collect the processes, which have nothing to do any more, or are stuck."""
+        """Collect the processes, which have finished or are stuck."""
         for pid in self.pids:
-            with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have collected it
+            with suppress(ProcessLookupError, ChildProcessError):  # someone else may have collected it
                 if stuck:
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -146,13 +147,13 @@ class Processes:
 
 
 def _compile_and_exit(jobs: list[Job], todo: int, done: int, parent: int) -> NoReturn:
-    """What a fork does: the next job, as long as there are any and its parent lives."""
+    """The work of a fork: compile the next job, as long as there are any and its parent lives."""
     try:
-        gc.disable()  # tensors of the parent are not freed here
+        gc.disable()  # do not free tensors of the parent here
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # Triton prints a text that does not assemble
+        for stream in (1, 2):  # Triton prints PTX that does not assemble
             os.dup2(silence, stream)
         while os.getppid() == parent and (index := os.read(todo, INDEX_BYTES)):
             with suppress(Exception):
@@ -163,4 +164,4 @@ def _compile_and_exit(jobs: list[Job], todo: int, done: int, parent: int) -> NoR
 
 
 if hasattr(os, "fork"):
-    os.register_at_fork(after_in_child=_under_way.clear)  # they are the parent's to wait for
+    os.register_at_fork(after_in_child=_under_way.clear)  # only the parent waits for them

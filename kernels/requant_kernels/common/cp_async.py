@@ -1,12 +1,12 @@
-"""The weight pipeline of the GEMV kernels, in Gluon: packed codes and scales by cp.async into a multistage buffer.
+"""The weight pipeline of the GEMV kernels, in Gluon: cp.async copies packed codes and scales to a multistage buffer.
 
 A stage holds, for every warp, one k_tile (256 columns) of its row tiles: the packed codes, 512 bytes for one 32-bit word
-of all lanes, then the scales and, where the grid has them, the zero points, 4 bytes per lane and group. Every lane copies
-exactly the bytes that it will read itself, so its own `cp.async.wait_group` is enough: no barrier, and no register holds
-a load in flight. 32 consecutive lanes read 512 consecutive bytes, without bank conflicts.
+of all lanes, then the scales and, if the grid has them, the zero points, 4 bytes per lane and group. Every lane copies
+exactly the bytes that it will read itself, so its own `cp.async.wait_group` is enough: no barrier, and no registers for
+loads in flight. 32 consecutive lanes read 512 consecutive bytes, without bank conflicts.
 
-`cp.async` takes no L2 policy here: with one, ptxas of CUDA 12.8 and 13.1 may name a register that nothing has set, which
-the GPU refuses as an illegal instruction.
+`cp.async` has no L2 policy here: with one, ptxas of CUDA 12.8 and 13.1 may use an uninitialized register, which
+the GPU rejects as an illegal instruction.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -24,8 +24,8 @@ from requant_kernels.common.ptx import Ptx, inline_ptx
 
 
 def supports_grid(layout: Layout) -> bool:
-    """Whether the kernels that multiply masked codes take the dense part: a grid of 2 to 4 bits in whole K tiles, groups of
-    128 columns or more, at an address that 16 bytes are copied from."""
+    """Whether the kernels that multiply masked codes support the dense part: a grid of 2 to 4 bits in whole k_tiles, groups
+    of 128 columns or more, aligned for 16-byte copies."""
     if not isinstance(layout, GridLayout) or layout.bits > 4 or layout.column_scales is not None:
         return False
     whole = layout.k % 256 == 0 and layout.kernel_group % 128 == 0
@@ -35,16 +35,16 @@ def supports_grid(layout: Layout) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightStage:
-    """What a warp has in one pipeline stage: a k_tile of `tiles` row tiles of a grid."""
+    """One warp's part of a pipeline stage: a k_tile of `tiles` row tiles of a grid."""
 
     bits: int
-    group: int  # columns of a scale; 0: one scale per row, which the kernel applies at its end
+    group: int  # columns per scale; 0: one scale per row, which the kernel applies at its end
     zeros: bool  # whether there are zero points beside the scales
     tiles: int
 
     @property
     def scales(self) -> int:
-        """Scales of a row in a k_tile."""
+        """Scales per row and k_tile."""
         return scales_per_k_tile(self.group)
 
     @property
@@ -74,7 +74,7 @@ def load_k_tile_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) 
     """Copy a k_tile of `tiles` row tiles, as one cp.async group.
 
     Operands: shared addresses of the codes and of the scales, whether the k_tile exists (the group is committed anyway, so
-    that waiting counts stay fixed), global addresses of every tile's codes, scales and zero points.
+    that wait counts stay fixed), global addresses of every tile's codes, scales and zero points.
     """
     inputs = {"to_codes": "r", "to_scales": "r", "exists": "r"}
     lines = ["setp.ne.s32 p, $exists, 0;"]
@@ -99,7 +99,7 @@ def weight_pointers(
 ):
     """Pointers to this lane's codes and scales of k_tile 0, for every row tile; zero points follow the scales.
 
-    A tile beyond `last_tile` is `last_tile` again: it is computed, and written, twice alike.
+    Tiles past `last_tile` repeat `last_tile`, which is computed and written more than once, identically.
     """
     TILES: gl.constexpr = STAGE.tiles
     codes, scales, zeros = (), (), ()

@@ -1,7 +1,7 @@
-"""PTX that dequantizes packed codes in registers: half of a k_tile (`bit_layout.py`) at a time.
+"""PTX that dequantizes packed codes in registers, half a k_tile (`bit_layout.py`) at a time.
 
-A block has STEPS_PER_ASM outputs, a step's two weights (e = 0 and 1) each; its inputs are the words of the codes, and
-what else the format needs. It is returned as a `PtxBuilder`, whose lines `scalar/gemm_sm90_ptx.py` takes apart.
+A block has STEPS_PER_ASM outputs, each with a step's two weights (e = 0 and 1); its inputs are the words of the codes, and
+whatever else the format needs. It is returned as a `PtxBuilder`, whose lines `scalar/gemm_sm90_ptx.py` reuses.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from functools import cache
 from requant_kernels.common.bit_layout import MMA_STEPS, grid_fields
 from requant_kernels.common.ptx import PtxBuilder
 
-STEPS_PER_ASM = 8  # dequantized by one asm block: more would hold more registers than a warp can spare
+STEPS_PER_ASM = 8  # steps per asm block: more would need more registers than a warp can spare
 MANTISSA_BITS = {"fp16": 10, "bf16": 7}
 GRID_STEP = {
     "fp16": 2.0**-9,
@@ -33,14 +33,15 @@ def _negative_zero_point(dtype: str, zero: int) -> int:
 
 @cache
 def grid_dequant_ptx(bits: int, dtype: str, groups: int, half: int) -> PtxBuilder:
-    """Half of a k_tile's steps, `(code - zero) * GRID_STEP`, from `bits` words; `groups` zero points a k_tile, 0: symmetric.
+    """Half of a k_tile's steps, `(code - zero) * GRID_STEP`, from `bits` words; `groups` zero points per k_tile, 0:
+    symmetric.
 
     Operands: 8 outputs (a step's weights at e = 0 and 1), `bits` words, then for each group of this half (at least one)
     the pair -(zero + zero_bias) * GRID_STEP.
 
-    For every step: mask the field out of both halves of the word (`field`), which makes two subnormals, and one fused
-    multiply-add lifts them to grid steps and subtracts the zero point. A field above the mantissa is shifted down first; a
-    code that is wider than the mantissa takes one multiply-add for each of its fields.
+    For every step: mask the field out of both halves of the word (`field`), which gives two subnormals; one fused
+    multiply-add scales them to grid steps and subtracts the zero point. A field above the mantissa is shifted down first; a
+    code wider than the mantissa takes one multiply-add per field.
     """
     if bits == 8:
         return _byte_dequant_ptx(dtype, groups, half)
@@ -80,12 +81,12 @@ def grid_dequant_ptx(bits: int, dtype: str, groups: int, half: int) -> PtxBuilde
 
 
 def zero_bias(bits: int, dtype: str) -> int:
-    """What is added to a zero point before it is an operand of `grid_dequant_ptx`: bytes come with the fp16 value 1024."""
+    """Added to a zero point before it is an operand of `grid_dequant_ptx`: bytes come with the fp16 value 1024."""
     return 1024 if bits == 8 and dtype == "fp16" else 0
 
 
 def _rotations(ptx: PtxBuilder, bits: int) -> Callable[[int, int], str]:
-    """`rotated(word, amount)`: the register that holds a word of the codes rotated right; each is made once."""
+    """`rotated(word, amount)`: the register that holds a word of the codes rotated right; each is computed once."""
     made = {(word, 0): f"${STEPS_PER_ASM + word}" for word in range(bits)}
 
     def rotated(word: int, amount: int) -> str:
@@ -98,9 +99,9 @@ def _rotations(ptx: PtxBuilder, bits: int) -> Callable[[int, int], str]:
 
 
 def _byte_dequant_ptx(dtype: str, groups: int, half: int) -> PtxBuilder:
-    """`grid_dequant_ptx` of 8 bits. PRMT moves two bytes into two halves.
+    """`grid_dequant_ptx` for 8 bits. PRMT moves two bytes into two halves.
 
-    fp16: under the exponent of 1024, so one multiply-add remains. bf16 has 7 bits of mantissa: one multiply-add a nibble.
+    fp16: under the exponent of 1024, so one multiply-add remains. bf16 has 7 mantissa bits: one multiply-add per nibble.
     """
     ptx = PtxBuilder()
     for step in range(half * STEPS_PER_ASM, (half + 1) * STEPS_PER_ASM):
@@ -135,8 +136,8 @@ def codebook_dequant_ptx(bits: int, half: int) -> PtxBuilder:
 
     Operands: 8 outputs (a step's weights at e = 0 and 1), `bits` words, the table registers.
 
-    For every two steps: four nibbles are isolated as a PRMT selector (`sel`), looked up in the table of high bytes and in
-    that of low bytes, and two PRMTs interleave the bytes into two pairs of 16-bit floats. A 4-bit selector reaches only 8
+    For every two steps: four nibbles are isolated as a PRMT selector (`sel`) and looked up in the tables of high bytes and
+    of low bytes; two PRMTs interleave the bytes into two pairs of 16-bit floats. A 4-bit selector reaches only 8
     bytes, so 4-bit codes look up both halves of the table and bit 3, replicated over a byte (`msb`), selects between them.
     """
     tables = [f"${STEPS_PER_ASM + bits + i}" for i in range(1 << (bits - 1))]
@@ -184,5 +185,5 @@ def codebook_dequant_ptx(bits: int, half: int) -> PtxBuilder:
 
 
 def dequant_constraints(inputs: int) -> list[str]:
-    """Of a block with `inputs` inputs: the words of the codes, and what the format needs."""
+    """The constraints of a block with `inputs` inputs: the words of the codes, and what the format needs."""
     return ["=r"] * STEPS_PER_ASM + ["r"] * inputs

@@ -1,18 +1,18 @@
-"""What a device can do and how large it is, asked once a process."""
+"""The capabilities and sizes of a device, queried once per process."""
 
 import os
 from functools import cache
 
 import torch
 
-SM90_VARIABLE = "REQUANT_HOPPER"  # 0 turns the Gluon kernels of Hopper off
+SM90_VARIABLE = "REQUANT_HOPPER"  # 0 turns off the Gluon kernels for Hopper
 H200_SMS = 132
 H200_SMEM_BYTES = 227 << 10
 
 
 @cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before its predecessor has ended (programmatic dependent launch)."""
+    """Whether a kernel may start before its predecessor has finished (programmatic dependent launch)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -40,7 +40,7 @@ def supports_sm90(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """SMs of a GPU; those of an H200 where there is none."""
+    """SMs of a GPU; an H200's if there is none."""
     if device.type != "cuda":
         return H200_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -48,13 +48,13 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def max_smem_bytes(device: torch.device) -> int:
-    """Shared memory that one CTA may ask for; that of an H200 where there is no GPU."""
+    """Shared memory that one CTA may request; an H200's if there is no GPU."""
     if device.type != "cuda":
         return H200_SMEM_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def forget() -> None:
-    """Ask anew."""
+    """Query again."""
     for function in (supports_pdl, supports_ptx, supports_sm90, num_sms, max_smem_bytes):
         function.cache_clear()

@@ -1,11 +1,11 @@
 """Device functions that the Triton kernels share: load the packed codes of a k_tile, dequantize them to MMA fragments.
 
 The shapes of the loads look odd on purpose. Triton assigns lanes to the contiguous dimension first, then to dimensions 0,
-1, ...: `[lane, warp, tile, 4]` makes a lane load the 16 bytes that it will multiply, so every reshape and permute below only
-renames registers. With another compiler the same code may move data between lanes; it is then slower, and still correct.
+1, ...: with `[lane, warp, tile, 4]` a lane loads the 16 bytes that it will multiply, so every reshape and permute below only
+renames registers. With another compiler the same code may move data between lanes, which is slower but still correct.
 
-Shapes are written by their meaning: lane 4 g + t, `warp`, `tile` (row tiles of a CTA), and `kh rh e` as in `bit_layout.py`.
-`FORMAT` (a `DequantFormat`) is everything that the compiler has to know of a packed format, in one constexpr argument.
+Axes are named by meaning: lane 4 g + t, `warp`, `tile` (row tiles of a CTA), and `kh rh e` as in `bit_layout.py`.
+`FORMAT` (a `DequantFormat`) is everything the compiler needs to know about a packed format, in one constexpr argument.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -36,7 +36,7 @@ class DequantFormat:
     """Compile-time description of a packed format.
 
     `ptx` dequantizes the two halves of a k_tile; it is None for the plain Triton path (interpreter, AMD, codebooks of more
-    than 4 bits), which takes codes apart by `bit_positions`. `group_size` is the kernels': 0 is one scale per row.
+    than 4 bits), which extracts codes by `bit_positions`. `group_size` is the kernels': 0 is one scale per row.
     `table_registers` hold a row's byte tables of a codebook. `grid_step` is the value of one step in the output.
     """
 
@@ -51,7 +51,7 @@ class DequantFormat:
 
     @property
     def groups(self) -> int:
-        """Scales of a row in a k_tile; 0: one per row."""
+        """Scales per row and k_tile; 0: one per row."""
         return scales_per_k_tile(self.group_size)
 
     @property
@@ -68,7 +68,7 @@ def has_ptx_decoder(format: str, bits: int) -> bool:
 def dequant_format(
     format: str, bits: int, group_size: int, zeros: bool, dtype: torch.dtype, asm: bool
 ) -> DequantFormat:
-    """The `DequantFormat` of a layout; `group_size` is its kernel_group, `dtype` that of the activations."""
+    """The `DequantFormat` of a layout; `group_size` is its kernel_group, `dtype` the activations' type."""
     name, codebook = ptx_dtype(dtype), format == "codebook"
     use_ptx = asm and has_ptx_decoder(format, bits)
     if codebook:
@@ -94,7 +94,7 @@ def dequant_format(
 
 
 def weight_tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Packed codes, scales or byte tables, zero points, levels; the tables are those of activations of type `dtype`."""
+    """Packed codes, scales or byte tables, zero points, levels; the tables are those for activations of type `dtype`."""
     if not isinstance(layout, CodebookLayout):
         return layout.packed_codes, layout.scales, layout.zero_points, None
     tables = layout.levels if layout.tables is None else layout.tables[int(dtype != torch.float16)]
@@ -111,7 +111,7 @@ def dequant_operands(
 
 
 def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
-    """row_perm, and of the sliced ELL slice_ptr, columns, values, row scales; None where there is no sparse part."""
+    """row_perm, and slice_ptr, columns, values, row scales of the sliced ELL; None if there is no sparse part."""
     ell = layout.sparse
     if ell is None:
         return layout.row_perm, None, None, None, None
@@ -119,12 +119,12 @@ def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
 
 
 def scaled_activations(x: Tensor, layout: Layout) -> Tensor:
-    """The activations of the dense part: divided by `column_scales` where there are any."""
+    """The activations of the dense part: divided by `column_scales` if there are any."""
     return x if layout.column_scales is None else x / layout.column_scales.to(x.dtype)
 
 
 def activation_pairs(x: Tensor, layout: Layout) -> Tensor:
-    """`scaled_activations` of x [m, k], rows contiguous, two neighbours an int32: [m, ceil(k / 2)]."""
+    """`scaled_activations` of x [m, k], rows contiguous, two neighbours per int32: [m, ceil(k / 2)]."""
     x, k = scaled_activations(x, layout), x.shape[1]
     if k % 2 or x.stride(0) % 2 or x.data_ptr() % 4:
         x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
@@ -137,8 +137,8 @@ def load_k_tile(
 ):
     """The packed codes, scales and zero points of one k_tile for each warp and tile (`tiles`, `k_tile`: `[warp, tile]`).
 
-    A tuple: `bits` words `[lane, warp, tile, 4]`, then the scales and the zero points of its groups, as `load_groups` has
-    them. EVEN_K: every k_tile lies in the matrix, so nothing is masked.
+    A tuple: `bits` words `[lane, warp, tile, 4]`, then the scales and the zero points of its groups, as returned by
+    `load_groups`. EVEN_K: every k_tile lies in the matrix, so nothing is masked.
     """
     BITS: tl.constexpr = FORMAT.bits
     GROUP: tl.constexpr = FORMAT.group_size
@@ -189,7 +189,7 @@ def row_offsets(base):
 def load_row_constants(
     scales_ptr, zeros_ptr, tiles, FORMAT: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
 ):
-    """What belongs to the rows for the whole launch: a codebook's byte tables, or one zero point per row."""
+    """Row operands for the whole launch: a codebook's byte tables, or one zero point per row."""
     TABLES: tl.constexpr = FORMAT.table_registers
     loaded = ()
     same = tl.arange(0, WARPS)[:, None] * 0 + tiles
@@ -245,13 +245,13 @@ def dequantize_half(loaded, row_constants, levels_ptr, tiles, like_ptr, FORMAT: 
                     WARPS: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """MMA steps 8 HALF .. 8 HALF + 7 of a k_tile, a tuple of `[lane, warp, tile, (kh rh), e]` in the type of `like_ptr`.
 
-    Values are a codebook's levels, or grid steps `(code - zero) * grid_step`, whose scale is the caller's to apply.
+    Values are a codebook's levels, or grid steps `(code - zero) * grid_step`, which the caller must scale.
     """
     BITS: tl.constexpr = FORMAT.bits
     GROUP: tl.constexpr = FORMAT.group_size
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
-    OWN: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # groups of a half
+    OWN: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # groups per half
     STEP: tl.constexpr = FORMAT.grid_step
     BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of dequant_ptx.py
     zeros = ()
@@ -315,7 +315,7 @@ def _dequantize_plain(words, zeros, levels_ptr, tiles, dtype, FORMAT: tl.constex
 
 @triton.jit
 def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr):
-    """One code of every 32-bit word, bit by bit, by the table of bit positions."""
+    """One code of every 32-bit word, bit by bit, from the table of bit positions."""
     code = tl.zeros_like(words[0])
     for c in tl.static_range(BITS):
         word = words[POSITIONS[(e * 16 + step) * BITS + c] // 32]

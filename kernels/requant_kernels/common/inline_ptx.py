@@ -12,12 +12,12 @@ _SMEM_BASE, _LOAD_F32 = gl.constexpr(ptx.SMEM_BASE), gl.constexpr(ptx.LOAD_F32)
 
 
 def smem_units(size: int) -> int:
-    """How many SMEM_UNIT hold `size` bytes."""
+    """The number of SMEM_UNIT that hold `size` bytes."""
     return -(-size // SMEM_UNIT.value)
 
 
 def allocated_bytes(size: int) -> int:
-    """`size` in whole units."""
+    """`size` rounded up to whole units."""
     return smem_units(size) * SMEM_UNIT.value
 
 
@@ -43,7 +43,7 @@ def compute_tuple(PTX: gl.constexpr, operands, TYPES: gl.constexpr):
 
 @gluon.jit
 def issue_scalar(TEXT: gl.constexpr):
-    """An instruction without operands, for example a wait; once for every thread."""
+    """An instruction without operands, for example a wait; once per thread."""
     gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -58,7 +58,7 @@ def allocate_smem(UNITS: gl.constexpr):
 
 @gluon.jit
 def keep_smem(region, never, WARPS: gl.constexpr):
-    """Where `never` is true, which the compiler does not know: a use of the allocation, or it would drop it."""
+    """A use of the allocation if `never`, unknown to the compiler, is true; without a use it would be dropped."""
     if never:
         region.index(0).store(
             gl.zeros([1, SMEM_UNIT], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0]))

@@ -1,15 +1,16 @@
 """Launches without Triton's analysis of their arguments, which takes about 50 us of Python each.
 
-Triton specializes a kernel on the types of its arguments, on pointers and numbers that are multiples of 16, on numbers that
-are 1, and on constants. `launch` remembers the kernel that Triton chose by just these, constants by identity, and from
-the second time on hands the arguments to it directly, tensors as addresses, which the driver is then not asked about. A
-short prompt read without a CUDA graph takes most of its time in launches.
+Triton specializes a kernel on argument types, on pointers and numbers that are multiples of 16, on numbers that are 1, and
+on constants. `launch` caches the kernel that Triton chose under exactly these, with constants by identity, and from the
+second time on passes the arguments to it directly: tensors as addresses, which skips a query to the driver. Launches
+dominate the time of a short prompt without a CUDA graph.
 
-Constants are often dataclasses. Before Triton tells a hook of what it compiles it writes them as JSON, which fails, and vLLM
-has such a hook, to warn of what is compiled after its start. So nothing of ours is told to hooks (`unreported`).
+Constants are often dataclasses. Triton serializes them to JSON before it reports a compilation to a hook, which fails, and
+vLLM installs such a hook to warn of compilations after startup. So our compilations are not reported to hooks
+(`unreported`).
 
-A launch may take more shared memory than its kernel uses, so that fewer CTAs fit an SM (`occupancy.py`). Triton has no
-option for it: a copy of the compiled kernel gets the number that is passed on.
+A launch may take more shared memory than its kernel uses, to limit the CTAs per SM (`occupancy.py`). Triton has no
+option for that: a copy of the compiled kernel holds the larger number.
 """
 
 import copy
@@ -28,8 +29,8 @@ from triton.runtime.jit import JITFunction
 
 from requant_kernels.common.compile_ahead import compiling
 
-OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # are no arguments of a kernel
-DEFAULT_SMEM_BYTES = 48 << 10  # that a CTA may have without raising the driver's limit
+OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # not arguments of a kernel
+DEFAULT_SMEM_BYTES = 48 << 10  # per CTA, without raising the driver's limit
 
 logger = logging.getLogger(__name__)
 _mappings: dict[tuple[tuple[str, Any], ...], Mapping[str, Any]] = {}
@@ -44,9 +45,9 @@ def launch(
     *,
     smem_bytes: int = 0,
 ) -> None:
-    """`kernel[grid](*args, **constants)`; `constants` are known by identity: from a cached function, or `interned`.
+    """`kernel[grid](*args, **constants)`; `constants` are compared by identity: from a cached function, or `interned`.
 
-    `smem_bytes`: shared memory that a CTA takes at least.
+    `smem_bytes`: the least shared memory that a CTA takes.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
@@ -81,7 +82,7 @@ def launch(
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Hooks of Triton are not told what is compiled while this lasts; for launches whose constants JSON cannot hold."""
+    """Suppress Triton's compilation hooks; for launches with constants that JSON cannot represent."""
     runtime = knobs.runtime
     hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
     runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
@@ -92,19 +93,19 @@ def unreported() -> Iterator[None]:
 
 
 def start(compiled: Any, grid: tuple[int, int, int], stream: int, *operands: Any) -> None:
-    """`compiled[grid](*operands)` on a stream, without metadata and hooks for whom nobody asks."""
+    """`compiled[grid](*operands)` on a stream, without the metadata and hooks that nobody uses."""
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *operands)
 
 
 def watched() -> bool:
-    """Whether a profiler hangs on Triton's launches, or one cannot tell; then they are Triton's own."""
+    """Whether a profiler hooks into Triton's launches, or this is unknown; then Triton makes them itself."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))
 
 
 def with_smem_bytes(compiled: Any, smem_bytes: int) -> Any:
-    """The compiled kernel, whose CTAs take at least so much shared memory; as it is, where Triton keeps its compiled kernels
-    in another way than 3.6: then it is slower, not wrong."""
+    """The compiled kernel, with at least this much shared memory per CTA; unchanged if Triton stores compiled kernels
+    differently from 3.6: then it is slower, not wrong."""
     try:
         more = smem_bytes - declared(compiled.asm["ptx"])
         if more <= compiled.metadata.shared:
@@ -112,7 +113,7 @@ def with_smem_bytes(compiled: Any, smem_bytes: int) -> Any:
         padded, backend = copy.copy(compiled), make_backend(compiled.metadata.target)
         asked = compiled.metadata._replace(shared=more)
         padded.packed_metadata = backend.pack_metadata(asked)  # pyright: ignore[reportAttributeAccessIssue]
-        # loaded anew: Triton raises the driver's limit where a kernel needs more than what is allowed without asking
+        # load it again: Triton raises the driver's limit if a kernel needs more than the default
         padded.metadata = compiled.metadata._replace(shared=max(more, DEFAULT_SMEM_BYTES + 1))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         _warn_once(str(error))
@@ -129,24 +130,24 @@ def _warn_once(reason: str) -> None:
 
 
 def declared(ptx: str) -> int:
-    """Bytes of shared memory that a kernel's text declares, beside what it is given at launch."""
+    """Bytes of shared memory that a kernel's PTX declares, in addition to those given at launch."""
     found = re.findall(r"\.shared\s+(?:\.align\s+\d+\s+)?\.[bfsu](\d+)\s+\w+\[(\d+)\]", ptx)
     return sum(int(width) // 8 * int(count) for width, count in found)
 
 
 def interned(**constants: Any) -> Mapping[str, Any]:
-    """The one mapping that stands for these constants, for `launch`."""
+    """The one mapping for these constants, for `launch`."""
     return _mappings.setdefault(tuple(constants.items()), constants)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [m, k], k a multiple of 8 elements of two bytes; a copy where its rows do not begin at multiples of 16 bytes."""
+    """x [m, k], k a multiple of 8 elements of two bytes; a copy if its rows do not start at multiples of 16 bytes."""
     rows = x.shape[0] == 1 or x.stride(0) % 8 == 0
     return x if rows and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _tag(value: Any) -> Any:
-    """What Triton specializes an argument on, and whether a tensor is where a kernel can read it."""
+    """What Triton specializes an argument on, and whether a kernel can read a tensor where it is."""
     if isinstance(value, Tensor):
         return value.dtype, value.is_cuda, value.data_ptr() % 16 == 0
     if isinstance(value, int):

@@ -1,24 +1,24 @@
 """Dynamic shared memory as an occupancy cap.
 
 With programmatic dependent launch, the first CTAs of a kernel are placed on the SMs that the previous kernel leaves
-free, as many as fit, and stay there (8192 x 8192, 2 bits: 12.4 us with space for six CTAs an SM, 9.05 with space for
-the four that are an even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
+free, as many as fit, and stay there (8192 x 8192, 2 bits: 12.4 us with space for six CTAs per SM, 9.05 with space for
+four, an even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
 
-It happens to launches of a few CTAs too, while most SMs idle; those that compute more than they load then take almost twice
-as long (`step/rotated_gate.py`: 5.4 us instead of 3.6). Half of the shared memory keeps them apart, and leaves space
-for the launches before and after.
+Launches of a few CTAs are affected too, although most SMs idle; those that compute more than they load then take almost
+twice as long (`step/rotated_gate.py`: 5.4 us instead of 3.6). Half of the shared memory keeps their CTAs apart, and leaves
+space for the preceding and following launches.
 """
 
 import torch
 
 from requant_kernels.common.device import max_smem_bytes, num_sms
 
-SM_SMEM_BYTES = 227 << 10  # that the CTAs of an SM divide among them
-CTA_SMEM_BYTES = 1024  # that the driver keeps of each CTA's
+SM_SMEM_BYTES = 227 << 10  # that the CTAs of an SM share
+CTA_SMEM_BYTES = 1024  # that the driver reserves per CTA
 
 
 def padded_smem_bytes(max_ctas_per_sm: int | None, device: torch.device) -> int:
-    """Bytes of shared memory with which no more than `max_ctas_per_sm` CTAs fit an SM; 0 where there is no cap."""
+    """Bytes of shared memory with which at most `max_ctas_per_sm` CTAs fit on an SM; 0 if there is no cap."""
     if max_ctas_per_sm is None or device.type != "cuda":
         return 0
     most = max_smem_bytes(device) - CTA_SMEM_BYTES
@@ -26,12 +26,12 @@ def padded_smem_bytes(max_ctas_per_sm: int | None, device: torch.device) -> int:
 
 
 def fits_cta(smem_bytes: int, device: torch.device) -> bool:
-    """Whether a CTA can have so many bytes of shared memory."""
+    """Whether a CTA can have this many bytes of shared memory."""
     return smem_bytes <= max_smem_bytes(device) - CTA_SMEM_BYTES
 
 
 def apart_smem_bytes(ctas: int, device: torch.device) -> int:
-    """Bytes of shared memory with which no two CTAs of a launch share an SM; 0 where there is no GPU, or more CTAs than a
+    """Bytes of shared memory with which no two CTAs of a launch share an SM; 0 without a GPU, or with more CTAs than a
     quarter of its SMs."""
     if device.type != "cuda" or 4 * ctas > num_sms(device):
         return 0
@@ -39,5 +39,5 @@ def apart_smem_bytes(ctas: int, device: torch.device) -> int:
 
 
 def ctas_per_sm(ctas: int, device: torch.device) -> int:
-    """CTAs that an SM gets of a launch that spreads evenly: the cap of a launch that runs alone."""
+    """CTAs per SM of a launch that spreads evenly: the cap for a launch that runs alone."""
     return -(-ctas // num_sms(device))

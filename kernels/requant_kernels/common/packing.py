@@ -1,7 +1,7 @@
 """Packed layouts: what the kernels read, packed from plain tensors when a model is loaded, and their exact inverses.
 
 A matrix `[n, k]` becomes tiles of 16 rows and k_tiles of 256 columns, both padded with zero codes; `bit_layout.py` draws the
-bits of one k_tile. Rows are stored in the order `row_perm`: a matrix with residuals has its rows sorted by their number
+bits of a k_tile. Rows are stored in the order `row_perm`: a matrix with residuals has its rows sorted by their number
 (`sparse.py`).
 
 | tensor | shape | |
@@ -40,7 +40,7 @@ class GridLayout:
     scales: Tensor
     zero_points: Tensor | None
     column_scales: Tensor | None  # float16 [k]; the activations are divided by them
-    row_perm: Tensor | None  # int32 [16 tiles], position -> row; padding has n
+    row_perm: Tensor | None  # int32 [16 tiles], position -> row; n at padding
     sparse: SlicedEll | None
     n: int
     k: int
@@ -71,7 +71,8 @@ Layout = GridLayout | CodebookLayout
 
 
 def scales_per_k_tile(group: int) -> int:
-    """Scales of a row in a k_tile, by the columns of one: 1 too where a group spans several k_tiles, 0 for one per row."""
+    """Scales per row and k_tile, for `group` columns per scale: also 1 if a group spans several k_tiles, 0 for one per
+    row."""
     return max(1, K_TILE // group) if group else 0
 
 
@@ -170,7 +171,7 @@ def unpack_codebook(layout: CodebookLayout) -> tuple[Tensor, Tensor]:
 
 
 def unpack_sparse(layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """CSR of the residuals of any layout as it was packed: indptr int64, indices int32, values, row scales."""
+    """CSR of the residuals of any layout as they were packed: indptr int64, indices int32, values, row scales."""
     sparse, row_perm = layout.sparse, layout.row_perm
     if sparse is None or row_perm is None:
         raise ValueError("this layout has no sparse part to unpack")
@@ -195,7 +196,7 @@ def pack_codes(codes: Tensor, *, format: str, bits: int) -> Tensor:
     for word in range(bits):
         for index, lsb, mask, bit in _fields(format, bits, word, codes.device):
             field = (parts[index].int() >> lsb & mask) << bit
-            words[word] |= field.sum(0, dtype=torch.int32)  # no two fields share a bit, so a sum joins them
+            words[word] |= field.sum(0, dtype=torch.int32)  # fields share no bits, so a sum combines them
     return words.view(bits, -1, k_tiles, 32, 4).permute(1, 2, 0, 3, 4).contiguous()
 
 
@@ -228,7 +229,7 @@ def _unpack_words(words: Tensor, format: str, bits: int) -> Tensor:
 def _fields(
     format: str, bits: int, word: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The fields of a word: indices (16 e + step), lowest code bit, mask and bit; an index comes once in each entry."""
+    """The fields of a word: indices (16 e + step), lowest code bit, mask and bit; an index occurs once per entry."""
     rounds: list[list[tuple[int, int, int, int]]] = []
     for e, steps in enumerate(bit_positions(format, bits)):
         for step, positions in enumerate(steps):
@@ -256,7 +257,7 @@ def _check(codes: Tensor, bits: int) -> None:
 
 
 def _kernel_group(k: int, group_size: int) -> int:
-    """The largest group size that the kernels support and `group_size` is a multiple of; 0: one scale per row."""
+    """The largest supported group size that divides `group_size`; 0: one scale per row."""
     if group_size >= k:
         return 0
     group = (
@@ -288,7 +289,7 @@ def _pack_groups(values: Tensor, k: int, group_size: int, kernel_group: int) -> 
 
 
 def _byte_tables(levels: Tensor) -> Tensor:
-    """[16 tiles, c] of 16-bit floats -> int32 [tiles, c / 2, 8, 2]: all high bytes four a word, then all low bytes."""
+    """[16 tiles, c] of 16-bit floats -> int32 [tiles, c / 2, 8, 2]: all high bytes, four per word, then all low bytes."""
     bits = levels.view(torch.int16).int() & 0xFFFF
     split = torch.cat([bits >> 8, bits & 0xFF], 1).view(-1, 2, 8, levels.shape[1] // 2, 4)
     packed = split[..., 0] | split[..., 1] << 8 | split[..., 2] << 16 | split[..., 3] << 24

@@ -2,7 +2,7 @@
 
 Triton numbers the operands of inline assembly: $0, $1, .., outputs before inputs. Here the text uses names, `$sum`, and
 `inline_ptx` derives the numbers and the constraint string from one list, so that the two cannot disagree. `PtxBuilder`
-writes long blocks line by line and declares their registers as it goes. Plain Python: it imports without Triton.
+writes long blocks line by line and declares registers on the way. Plain Python: importing it needs no Triton.
 """
 
 import re
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ptx:
-    """A block of inline assembly as `gl.inline_asm_elementwise` takes it."""
+    """A block of inline assembly in the form of `gl.inline_asm_elementwise`."""
 
     text: str
     constraints: str
@@ -33,7 +33,7 @@ def inline_ptx(
     """`body` with every `$name` replaced by the number of that operand.
 
     `outputs` and `inputs`: name -> constraint (`=r`, `=&f`, `l`; a number ties an input to that output). Without outputs the
-    block is run for its effect on memory, and gets the one output that Triton asks for. `registers`: PTX type -> names.
+    block is run for its effect on memory, and gets the one output that Triton requires. `registers`: PTX type -> names.
     """
     lines = [body] if isinstance(body, str) else list(body)
     outputs, inputs = dict(outputs or {}), dict(inputs or {})
@@ -54,9 +54,9 @@ def inline_ptx(
 
 
 class PtxBuilder:
-    """Lines of PTX in a scope of their own, whose 32-bit registers are declared as they are made: `hash0`, `hash1`, ...
+    """Lines of PTX in their own scope; 32-bit registers are declared as they are created: `hash0`, `hash1`, ...
 
-    A comment must hold neither `$` nor braces, which mean something to LLVM.
+    A comment must contain neither `$` nor braces, which are special to LLVM.
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,13 @@ class PtxBuilder:
         self._count: Counter[str] = Counter()
 
     def register(self, name: str) -> str:
-        """A fresh register called after `name`."""
+        """A new register named after `name`."""
         self.registers.append(f"{name}{self._count[name]}")
         self._count[name] += 1
         return self.registers[-1]
 
     def new(self, name: str, line: str) -> str:
-        """Append `line`, where `{d}` is a fresh register called after `name`; returns the register."""
+        """Append `line`, where `{d}` is a new register named after `name`; returns the register."""
         register = self.register(name)
         self.lines.append(line.format(d=register))
         return register
@@ -105,17 +105,17 @@ def mma_line(
 
 
 def mma_k16_types(dtype: str) -> str:
-    """Of `mma_line`: products of 16-bit floats, float32 sums."""
+    """Types for `mma_line`: products of 16-bit floats, float32 sums."""
     kind = dtype.replace("fp", "f")
     return f"f32.{kind}.{kind}.f32"
 
 
 def ptx_float(value: float) -> str:
-    """A float32 as PTX writes it."""
+    """A float32 in PTX syntax."""
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
-# The address of the shared memory that Triton allocates; the kernels here allocate once, so it is that of their buffer.
+# The address of the shared memory that Triton allocates; the kernels here allocate once, so it is their buffer's.
 SMEM_BASE = "mov.u32 $0, global_smem;"
 SYNCWARP = "bar.warp.sync 0xffffffff;"
 LOAD_F32 = inline_ptx("ld.shared.f32 $value, [$address];", outputs={"value": "=f"}, inputs={"address": "r"})
@@ -127,8 +127,8 @@ def declare_smem_ptx(size: int) -> str:
 
 
 def broadcast_pair_lines(dtype: str, factor: float, addend: float) -> tuple[list[str], dict[str, str]]:
-    """Lines that make of two float16 in $pair `factor * x + addend` of the lower one, twice in $low, and of the upper one,
-    twice in $high, as `dtype`; and the registers that they need."""
+    """Lines that compute, from two float16 in $pair, `factor * x + addend` of the lower one, twice in $low, and of the upper
+    one, twice in $high, as `dtype`; and the registers that they need."""
     if dtype == "fp16":
         f, c = ("0x" + 2 * struct.pack(">e", value).hex() for value in (factor, addend))
         return [
@@ -145,6 +145,6 @@ def broadcast_pair_lines(dtype: str, factor: float, addend: float) -> tuple[list
 
 
 def broadcast_pair_ptx(dtype: str, factor: float, addend: float) -> Ptx:
-    """`broadcast_pair_lines` as a block of its own."""
+    """`broadcast_pair_lines` as a separate block."""
     lines, registers = broadcast_pair_lines(dtype, factor, addend)
     return inline_ptx(lines, outputs={"low": "=r", "high": "=r"}, inputs={"pair": "r"}, registers=registers)

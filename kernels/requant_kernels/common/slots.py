@@ -16,16 +16,16 @@ import triton.language as tl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """How a slot is found; constants of a launch."""
+    """How a slot is located; constants of a launch."""
 
-    parts: int  # matrices of an expert in the stack: 2 for gate and up
+    parts: int  # matrices per expert in the stack: 2 for gate and up
     experts: int
     per_token: int  # slots of a part that read the same row of x
 
 
 @triton.jit
 def slot_of(experts_ptr, matrices_ptr, SLOTS: tl.constexpr):
-    """Row of x, and index in the stack, of the slot `program_id(1)`, int64; negative where another launch has the matrix."""
+    """Row of x and index in the stack for slot `program_id(1)`, int64; negative if another launch has the matrix."""
     own = tl.program_id(1) % (tl.num_programs(1) // SLOTS.parts)
     expert = tl.load(experts_ptr + own).to(tl.int64)
     part = tl.program_id(1) // (tl.num_programs(1) // SLOTS.parts)

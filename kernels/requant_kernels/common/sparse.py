@@ -4,7 +4,7 @@ Both hold the same numbers; the number of tokens decides which is read.
 
 - **Sliced ELL** (SELL-C-sigma; Kreutzer et al., arXiv 1307.6209) with C = 16 and sigma = n, for one token and for kernels
   that gather: rows are sorted by their number of residuals, most first, so that the 16 rows of a tile have about equal
-  lengths. A *slice* is 16 rows x 8 slots; a tile has as many slices as its longest row needs. Unlike the paper's, one tile
+  lengths. A *slice* is 16 rows x 8 slots; a tile has as many slices as its longest row needs. Unlike in the paper, one tile
   may have several slices, so that every slice has the same size.
 - **COO**, an int32 each, for kernels that add residuals to the weights of a tensor-core tile: the low half is the value
   as float16, above it the index (12 bits) of its weight among the 4096 of a k_tile in the order of the A fragments
@@ -12,7 +12,8 @@ Both hold the same numbers; the number of tokens decides which is read.
 
       index = ((32 step + 4 g + t) 4 + 2 kh + rh) 2 + e
 
-  Those weights meet activations that were divided by `column_scales`, so an entry is the residual times its column's scale.
+  Those weights are multiplied by activations divided by `column_scales`, so an entry is the residual times its column's
+  scale.
 """
 
 from dataclasses import dataclass, replace
@@ -24,32 +25,32 @@ from torch import Tensor
 from requant_kernels.common.bit_layout import K_TILE, ROW_TILE
 
 Csr = tuple[Tensor, Tensor, Tensor, Tensor | None]  # indptr, indices, values, row scales
-SLICE_SLOTS = 8  # slots of a row in a slice
+SLICE_SLOTS = 8  # slots per row and slice
 MOST_COLUMNS = 1 << 16  # column indices are 16 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlicedEll:
-    """Residuals in slices of 16 rows x 8 slots; those of a tile are `slice_ptr[tile]` to `slice_ptr[tile + 1]`."""
+    """Residuals in slices of 16 rows x 8 slots; a tile's slices are `slice_ptr[tile]` to `slice_ptr[tile + 1]`."""
 
     slice_ptr: Tensor  # int32 [tiles + 1]
     columns: Tensor  # int16 [slices, 16, 8], read as unsigned
-    values: Tensor  # float16 or int8 [slices, 16, 8], zero where a slot is empty
+    values: Tensor  # float16 or int8 [slices, 16, 8], zero in empty slots
     row_scales: Tensor | None  # float16 [16 tiles], with int8 values
     row_nnz: Tensor  # int32 [16 tiles], filled slots of each row
     coo: Tensor | None = (
-        None  # int32 [z], the same residuals in A-fragment order; None where one is no float16
+        None  # int32 [z], the same residuals in A-fragment order; None if one does not fit float16
     )
     block_ptr: Tensor | None = None  # int32 [tiles, k_tiles + 1], into `coo`
 
 
 def sort_rows(indptr: Tensor) -> Tensor:
-    """Row order by falling number of residuals, stable: int64 [n]."""
+    """Row order by decreasing number of residuals, stable: int64 [n]."""
     return torch.argsort(indptr.diff(), descending=True, stable=True)
 
 
 def padded_row_perm(order: Tensor | None, n: int) -> Tensor | None:
-    """The `row_perm` of a layout, int32 [16 tiles]: position -> row; padding holds n."""
+    """The `row_perm` of a layout, int32 [16 tiles]: position -> row; n at padding."""
     return None if order is None else torch.nn.functional.pad(order.int(), (0, -n % ROW_TILE), value=n)
 
 
@@ -61,9 +62,9 @@ def pack_sparse(
     coo: bool = False,
     column_scales: Tensor | None = None,
 ) -> SlicedEll | None:
-    """CSR to sliced ELL, rows in `order`; with `coo` to sorted COO too, times `column_scales`.
+    """CSR to sliced ELL, rows in `order`; with `coo` also to sorted COO, times `column_scales`.
 
-    Raises ValueError where k is more than 65536.
+    Raises ValueError if k is more than 65536.
     """
     if sparse is None or order is None:
         return None
@@ -99,7 +100,7 @@ def pack_sparse(
 
 
 def _slots(row_nnz: Tensor, slice_ptr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every residual, by position and slot: its row's position, its slot in the row, its index in the slices."""
+    """Per residual, by position and slot: its row's position, its slot in the row, its index in the slices."""
     position = torch.repeat_interleave(torch.arange(len(row_nnz), device=row_nnz.device), row_nnz)
     slot = torch.arange(len(position), device=row_nnz.device) - (row_nnz.cumsum(0) - row_nnz)[position]
     slice_index = slice_ptr[position // ROW_TILE] + slot // SLICE_SLOTS
@@ -108,7 +109,7 @@ def _slots(row_nnz: Tensor, slice_ptr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stored_residuals(ell: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Position of the row, column and stored value of every residual, by position and then column."""
+    """Row position, column and stored value of every residual, by position and then column."""
     position, _, at = _slots(ell.row_nnz.long(), ell.slice_ptr.long())
     return position, ell.columns.view(-1)[at].long() & 0xFFFF, ell.values.view(-1)[at]
 
@@ -134,9 +135,9 @@ def fragment_index(row: Tensor, column: Tensor) -> Tensor:
 def pack_coo(
     ell: SlicedEll, k: int, column_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """coo int32 [z] and block_ptr int32 [tiles, k_tiles + 1]: where every k_tile begins, and the last one ends.
+    """coo int32 [z] and block_ptr int32 [tiles, k_tiles + 1]: the start of every k_tile, and the end of the last one.
 
-    None, and kernels that read COO do not take the layout, where a residual times its scales overflows float16.
+    None if a residual times its scales overflows float16; then kernels that read COO do not support the layout.
     """
     position, column, value = stored_residuals(ell)
     value = value.float()

@@ -2,9 +2,9 @@
 
     y = sum of the partial products + row_scales * (ELL @ x^T) + bias
 
-A gather should find the tokens of one column side by side, so the activations are transposed first, to `[K, tokens]`. With
-no partial products the result is the residuals' part alone, which a trellis adds at its end. (One token's residuals need no
-launch of their own: `scalar/gemv.py` gathers them inside its main loop.)
+A gather should find the tokens of a column side by side, so the activations are first transposed to `[K, tokens]`. Without
+partial products the result is the residuals' part alone, which a trellis adds at its end. (One token's residuals need no
+separate launch: `scalar/gemv.py` gathers them inside its main loop.)
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -20,7 +20,7 @@ from torch import Tensor
 from requant_kernels.common.fragment_dequant import load_slices, sparse_operands
 from requant_kernels.common.pdl import wait_for_previous_launch
 
-MOST_TOKENS = 128  # of a launch: a row's sums stay in registers
+MOST_TOKENS = 128  # per launch: a row's sums stay in registers
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def spmm_reduce_kernel(
     partial_ptr, xt_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr, ell_row_scales_ptr, bias_ptr, y_ptr,
     M, n, last_tile, stride_y, SPLIT_K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """y `[M, n]` = partial `[SPLIT_K, TOKENS, 16 tiles]` in order, residuals, bias; grid: row tiles."""
+    """y `[M, n]` = partial `[SPLIT_K, TOKENS, 16 tiles]` in order, plus residuals and bias; grid: row tiles."""
     tile = tl.program_id(0)
     row, token = tile * 16 + tl.arange(0, 16), tl.arange(0, TOKENS)
     y = tl.zeros([16, TOKENS], tl.float32)

@@ -1,7 +1,7 @@
-"""Cold-cache timing in a CUDA graph: what a kernel costs inside a model, where every layer's weights come from memory.
+"""Cold-cache timing in a CUDA graph: the cost of a kernel inside a model, where every layer's weights come from memory.
 
-One graph holds many calls that cycle over copies of the weights, together more than four times the L2 cache; the time
-of a replay over the number of calls is the time of one call, launch included.
+A graph holds many calls that cycle over copies of the weights, together more than four times the L2 cache. The time of a
+replay divided by the number of calls is the time of one call, launch included.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ MIN_CALLS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Microseconds a call over all replays."""
+    """Microseconds per call over all replays."""
 
     median: float
     low: float
@@ -24,12 +24,12 @@ class Timing:
 
 
 def copies_needed(bytes_a_copy: int) -> int:
-    """Copies of a layer whose sum exceeds four times the L2 cache (at least 2, at most 512)."""
+    """Copies of a layer that together exceed four times the L2 cache (at least 2, at most 512)."""
     return min(512, max(2, -(-4 * L2_BYTES // bytes_a_copy)))
 
 
 def cold_time(calls: Sequence[Callable[[], object]], *, replays: int = 11) -> Timing:
-    """Time of one call, cycling over `calls`, each with weights of its own."""
+    """Time of one call, cycling over `calls`, each with its own weights."""
     stream = torch.cuda.Stream()
     count = max(MIN_CALLS, len(calls))
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,8 @@
-"""Weights as the left operand of wgmma, in registers: what the GEMMs of sm_90 share, in Gluon.
+"""Weights as the left operand of wgmma, in registers: what the sm_90 GEMMs share, in Gluon.
 
-wgmma may take its left operand from registers, so weights that are decoded there need no shared memory; the right one, the
-activations, has to lie there, swizzled. Thread `[row tile of its warp, warp, lane]` holds its part of every row tile.
+wgmma can read its left operand from registers, so weights decoded there need no shared memory; the right one, the
+activations, must be in shared memory, swizzled. Thread `[row tile of its warp, warp, lane]` holds its part of every row
+tile.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -39,15 +40,15 @@ def rows_layout(W, R):
 
 @cache
 def x_layout() -> gl.NVMMASharedLayout:
-    """Of a stage of activations: lines of 64 columns, swizzled."""
+    """The layout of a stage of activations: lines of 64 columns, swizzled."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
 def lane_and_tiles(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
-    """`[R, W, lane]`: the lane, the tile's number in its CTA, and that in the matrix.
+    """`[R, W, lane]`: the lane, the tile's index in its CTA, and its index in the matrix.
 
-    A tile beyond `last_tile` is `last_tile` again, which is not written.
+    Tiles past `last_tile` repeat `last_tile`, and are not written.
     """
     L: gl.constexpr = rows_layout(W, R)
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
