@@ -1,8 +1,8 @@
 """Launches measured on this machine, on demand: `requant bench --autotune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
 
-Every candidate of a kernel is timed on copies of one layout with cold caches (`common/timing.py`); the best is written under
-the GPU's name to `launch_tables.cache_file()`, from where every later process takes it. It runs when a model is loaded,
-never inside a call, and so never inside the capture of a graph.
+Every candidate of a kernel is timed with cold caches on copies of one layout (`common/timing.py`). The best is written under
+the GPU's name to `launch_tables.cache_file()`, which every later process reads. Tuning runs when a model is loaded,
+never inside a call, and so never during the capture of a graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from requant_kernels.launch_tables import cache_file, measured, read_table, writ
 from requant_kernels.registry import LAUNCHES, Kernel, kernels_of
 from requant_kernels.trellis.layout import TrellisLayout
 
-MAX_CTAS_PER_SM = 8  # beyond so many a cap on them makes no difference
+MAX_CTAS_PER_SM = 8  # with more CTAs per SM a cap makes no difference
 RESULT_TOLERANCE = 3e-3  # relative Frobenius distance of two launches' results
 
 
 class Candidate(NamedTuple):
-    """A kernel by name, and a launch of it."""
+    """A kernel by name, and its launch config."""
 
     kernel: str
     config: LaunchConfig
@@ -41,7 +41,7 @@ def candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
 
 
 def _with_caps(config: Any, shape: Shape) -> list[LaunchConfig]:
-    """Also with as many CTAs an SM as the launch has for each, and twice as many, where that makes a difference."""
+    """The config, also capped at the launch's CTAs per SM and at twice as many, where that makes a difference."""
     if not hasattr(config, "max_ctas_per_sm"):
         return [config]
     ctas = -(-shape.n // (ROWS * config.tiles_per_cta))
@@ -50,7 +50,7 @@ def _with_caps(config: Any, shape: Shape) -> list[LaunchConfig]:
 
 
 def call(candidate: Candidate, x: Tensor, layout: Layout | TrellisLayout) -> Tensor:
-    """One call with a launch. ValueError where the kernel does not take the layout."""
+    """One call with a given launch. Raises ValueError if the kernel does not support the layout."""
     kernel = _kernel(candidate.kernel, layout)
     if not (
         kernel.supports(layout, x.shape[0], x.device) and kernel.fits(layout, candidate.config, x.device)
@@ -64,14 +64,14 @@ def _kernel(name: str, layout: Layout | TrellisLayout) -> Kernel:
 
 
 def copies_of(layout: Any) -> list[Any]:
-    """The layout and enough copies of it, residuals too, to fill the caches four times."""
+    """The layout and enough copies of it, including residuals, to fill the caches four times."""
     own = [getattr(layout, f.name) for f in fields(layout)]
     stored = sum(t.numel() * t.element_size() for t in own if isinstance(t, Tensor))
     return [layout] + [_copy(layout) for _ in range(copies_needed(stored) - 1)]
 
 
 def _copy(held: Any) -> Any:
-    """A layout, or its residuals, with tensors of its own."""
+    """A copy of a layout, or of its residuals, with its own tensors."""
     copied: dict[str, Any] = {}
     for f in fields(held):
         value = getattr(held, f.name)
@@ -83,7 +83,7 @@ def _copy(held: Any) -> Any:
 
 
 def times(layout: Any, tokens: int, launches: Sequence[Candidate]) -> dict[Candidate, float]:
-    """Microseconds of every launch that runs, and agrees with the first that does."""
+    """Microseconds of every launch that runs and agrees with the first that does."""
     copies, found = copies_of(layout), {}
     x = torch.randn(tokens, layout.k, device=layout.packed_codes.device, dtype=torch.float16)
     first: Tensor | None = None
@@ -99,14 +99,14 @@ def times(layout: Any, tokens: int, launches: Sequence[Candidate]) -> dict[Candi
             found[launch] = cold_time(calls, replays=5).median
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # too much shared memory, too many registers: no candidate here
+        except Exception:  # too much shared memory, too many registers: not a candidate here
             torch.cuda.synchronize()
     return found
 
 
 def winners(found: dict[Candidate, float]) -> dict[str, LaunchConfig]:
-    """What the table should hold of these times: the best, and beside one of `int8_mma` or `fp16_mma` the best of the
-    others, for layouts of this shape that those do not take."""
+    """The rows that the table should hold for these times: the best and, if that is `int8_mma` or `fp16_mma`, also the best
+    of the others, for layouts of this shape that those do not support."""
     best: dict[str, LaunchConfig] = {}
     for kernel, config in sorted(found, key=found.__getitem__):
         mma = kernel in ("int8_mma", "fp16_mma")
@@ -116,7 +116,7 @@ def winners(found: dict[Candidate, float]) -> dict[str, LaunchConfig]:
 
 
 def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
-    """The kernels that compete for this many tokens: to 16 all that support the layout, beyond them the first."""
+    """The kernels that compete for this many tokens: up to 16 all that support the layout, above only the first."""
     device = layout.packed_codes.device
     able = [kernel.name for kernel in kernels_of(layout) if kernel.supports(layout, tokens, device)]
     able = (
@@ -128,7 +128,7 @@ def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
 def tune(
     layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int], *, file: Path | None = None
 ) -> int:
-    """Measure what no table has yet for these layouts; returns how many shapes were added to `file`."""
+    """Measure what is in no table yet for these layouts; returns the number of shapes added to `file`."""
     file = file or cache_file()
     device = torch.cuda.get_device_name(layouts[0].packed_codes.device) if layouts else ""
     table = read_table(file)

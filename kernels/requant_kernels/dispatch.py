@@ -1,18 +1,18 @@
 """Which kernel multiplies, and how it is launched; nothing else chooses.
 
 `dispatch` asks the kernels of a layout in order (`registry.py`); the first that supports the layout and has a launch for it
-wins. A launch is a row of the tables (`launch_tables.py`) or what the kernel's rule gives (`launch_config.py`). Shapes and
-the device decide, never timing inside a call.
+wins. A launch comes from the tables (`launch_tables.py`) or from the kernel's rule (`launch_config.py`). Shapes and the
+device decide, never timing inside a call.
 
     | tokens     | kernel       | when                                                                               |
     | 1          | int8_mma     | Hopper; a grid of 2 to 4 bits, K a multiple of 256, groups of 128 or more          |
     | 1 .. 8     | fp16_mma     | the same without residuals                                                         |
     | 1 .. 8     | sparse_mma   | Hopper; residuals, where it was measured the fastest                               |
     | 1 .. 16    | gemv         | any                                                                                |
-    | 17 .. 512  | gemm_sm90    | Hopper; all but codebooks of more than 4 bits                                      |
+    | 17 .. 512  | gemm_sm90    | Hopper; all except codebooks of more than 4 bits                                   |
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
-    | 1 .. 16    | trellis_gemv, beyond it to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense                    |
+    | 1 .. 16    | trellis_gemv, up to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense above                     |
     | any        | torch_fallback, without a GPU                                                                     |
 """
 
@@ -34,7 +34,7 @@ from requant_kernels.trellis.layout import TrellisLayout
 def dispatch(
     layout: Layout | TrellisLayout, num_tokens: int, device: torch.device
 ) -> tuple[Kernel, LaunchConfig | None]:
-    """The kernel that multiplies so many tokens, and its launch. Layouts that are alike are asked about once: choosing takes
+    """The kernel that multiplies this many tokens, and its launch. The choice is cached for equal layouts: choosing takes
     longer than launching."""
     key = (_alike(layout), m_bucket(num_tokens), device)
     found = _chosen.get(key)
@@ -46,8 +46,8 @@ def dispatch(
 def dispatch_group(
     layouts: Sequence[TrellisLayout], num_tokens: int, device: torch.device
 ) -> list[TrellisGemvConfig] | None:
-    """The launches of matrices that `trellis/gemv_group.py` multiplies in one; None where they are better multiplied each
-    by its own kernel, since it is one alone or the kernel another."""
+    """The launches of matrices that `trellis/gemv_group.py` multiplies in one; None if separate kernels are better, because
+    there is only one matrix or another kernel applies."""
     kernels = {dispatch(layout, num_tokens, device)[0].name for layout in layouts}
     if len(layouts) == 1 or kernels != {"trellis_gemv"}:
         return None
@@ -58,7 +58,7 @@ _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
 
 
 def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
-    """All that `supports` and `fits` may look at: sizes, types and which tensors there are, never their values."""
+    """All that `supports` and `fits` may look at: sizes, types and which tensors exist, never their values."""
     sparse = layout.sparse
     residuals = None if sparse is None else (sparse.values.dtype, sparse.coo is None)
     sizes = layout.format, layout.bits, layout.n, layout.k, residuals
@@ -70,7 +70,7 @@ def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
 def choose(
     layout: Layout | TrellisLayout, num_tokens: int, device: torch.device
 ) -> tuple[Kernel, LaunchConfig | None]:
-    """`dispatch` without its memory."""
+    """`dispatch` without its cache."""
     for kernel in kernels_of(layout):
         if kernel.supports(layout, num_tokens, device):
             if kernel.launch is None:
@@ -82,7 +82,7 @@ def choose(
 
 
 def shape_of(layout: Layout | TrellisLayout, num_tokens: int) -> Shape:
-    """What the tables know a layout by."""
+    """The key of a layout in the tables."""
     in_launch = layout.sparse is not None and not isinstance(layout, TrellisLayout)  # of residuals
     name = layout.format + "+s" * in_launch
     return Shape(name, layout.bits, layout.n, layout.k, m_bucket(num_tokens))
@@ -90,8 +90,8 @@ def shape_of(layout: Layout | TrellisLayout, num_tokens: int) -> Shape:
 
 @cache
 def config_of(kernel: Kernel, shape: Shape, device: torch.device) -> LaunchConfig | None:
-    """A kernel's launch, measured or by its rule. None: none is known, or other kernels of few tokens were measured for this
-    shape and this one was slower."""
+    """A kernel's launch, measured or by its rule. None if none is known, or if other kernels of few tokens were measured for
+    this shape and this one was slower."""
     known: dict[str, LaunchConfig] = {}
     if device.type == "cuda":
         known = measured(torch.cuda.get_device_properties(device).name).get(shape, {})

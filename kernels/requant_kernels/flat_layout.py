@@ -1,7 +1,7 @@
 """A layout as the flat arguments of a custom operator, and back.
 
-torch's operators take tensors, numbers and lists, but no dataclasses. So each layout is written out in a fixed order,
-OPERANDS for grids and codebooks, TRELLIS_OPERANDS for trellises, with None for what a matrix does not have.
+torch's operators take tensors, numbers and lists, but no dataclasses. So each layout is flattened in a fixed order,
+OPERANDS for grids and codebooks, TRELLIS_OPERANDS for trellises, with None for parts that a matrix does not have.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
 from requant_kernels.trellis.layout import TrellisLayout
 
-# The arguments of the operators after x and bias, by name: what a module has to hold.
+# The operators' arguments after x and bias, by name: what a module must hold.
 OPERANDS = (
     "packed_codes", "scales", "zero_points", "column_scales", "levels", "tables", "row_perm", "slice_ptr", "columns",
     "values", "row_scales", "row_nnz", "coo", "block_ptr", "n", "k", "bits", "group_size", "kernel_group",

@@ -1,10 +1,10 @@
 """How a kernel is launched: a configuration in named fields, by a rule or measured.
 
-Each kernel has a file beside it, `*_launch.py`, that ends in a LAUNCH: the class of its configuration, the rule for shapes
-that no table knows (`launch_tables.py`), and the launches that the tuner tries (`autotune.py`). It needs no Triton.
+Each kernel has a `*_launch.py` beside it that ends in a LAUNCH: the class of its configuration, the rule for shapes
+that are in no table (`launch_tables.py`), and the launches that the tuner tries (`autotune.py`). It needs no Triton.
 
-What the rules aim at is the same everywhere: enough bytes in flight to hide the latency of memory, CTAs that spread evenly
-over the SMs, and few enough registers that 16 warps fit an SM. A configuration follows from the shape alone and never from
+All rules have the same goals: enough bytes in flight to hide memory latency, CTAs that spread evenly over the SMs, and few
+enough registers that 16 warps fit on an SM. A configuration follows from the shape alone and never from
 timing inside a call, so a captured graph and an eager call run the same kernel.
 """
 
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROWS, K_TILE = 16, 256  # of a tile of packed codes
+ROWS, K_TILE = 16, 256  # per tile of packed codes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """A launch of one kernel, whose own class adds the fields.
+    """A launch of one kernel, whose own subclass adds the fields.
 
-    With a field `max_ctas_per_sm` (`common/occupancy.py`) the tuner tries caps on the CTAs of an SM; `tiles_per_cta`, a
-    field or a property, tells it how many CTAs there are.
+    If there is a field `max_ctas_per_sm` (`common/occupancy.py`), the tuner tries caps on the CTAs per SM; `tiles_per_cta`,
+    a field or a property, gives it the number of CTAs.
     """
 
 
 class Shape(NamedTuple):
-    """What a configuration is measured for."""
+    """The key for which a configuration is measured."""
 
     format: str  # "grid", "codebook", either with "+s" for residuals, or the name of a trellis code
     bits: float
@@ -41,11 +41,11 @@ class Launch:
     """The launches of one kernel.
 
     config: the class of its configurations.
-    candidates: of a shape's format and number of tokens -> all configurations that are ever timed for them.
+    candidates: shape -> all configurations that are ever timed for its format and number of tokens.
     makes_sense: `(config, shape)` -> whether a candidate is worth timing at the shape's sizes.
-    rule: `(shape, device)` -> a configuration for a shape that no table knows; None: the kernel does not want the shape.
-        Without a rule the kernel is taken only where it was measured the fastest.
-    measured_beside_gemv: of the same tokens as `gemv`. Where a table knows a shape without it, it was slower.
+    rule: `(shape, device)` -> a configuration for a shape that is in no table; None: the kernel declines the shape.
+        Without a rule the kernel is used only where it was measured to be the fastest.
+    measured_beside_gemv: it competes with `gemv`. If a table has a shape without it, it was slower there.
     """
 
     config: type[LaunchConfig]
@@ -56,19 +56,19 @@ class Launch:
 
 
 def m_bucket(num_tokens: int) -> int:
-    """The number of tokens that configurations are kept for."""
+    """The number of tokens under which configurations are stored."""
     if num_tokens <= 16:
         return 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
     return max(32, 1 << (num_tokens - 1).bit_length())
 
 
 def tiles_of(shape: Shape) -> tuple[int, int]:
-    """Tiles of 16 rows, and of 256 columns."""
+    """The numbers of tiles of 16 rows, and of 256 columns."""
     return -(-shape.n // ROWS), -(-shape.k // K_TILE)
 
 
 def warps_have_work(shape: Shape, *, num_warps: int, tiles_per_cta: int, warp_groups: int = 1) -> bool:
-    """Of a kernel of few tokens: whether all warps have columns, and CTAs fill an H200."""
+    """For a kernel of few tokens: whether all warps have columns, and the CTAs fill an H200."""
     least_ctas = 32 if num_warps > 2 else 800 // num_warps
     return (
         num_warps * K_TILE <= max(shape.k, 1024) * warp_groups

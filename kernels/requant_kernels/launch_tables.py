@@ -1,10 +1,10 @@
-"""The launches that were measured.
+"""Measured launches.
 
-A table is JSON: GPU name -> rows, each a shape (`format`, `bits`, `n`, `k`, `m_bucket`), a `kernel`, and the fields of that
-kernel's configuration (`launch_config.py`).
+A table is JSON: GPU name -> rows, each with a shape (`format`, `bits`, `n`, `k`, `m_bucket`), a `kernel`, and the fields of
+that kernel's configuration (`launch_config.py`).
 
 Two files are read: `tuned/h200.json` beside this file, and the user's cache, which `requant bench --autotune` and
-`kernels/bench/tune.py` write. Of a shape that both know the rows of the cache count.
+`kernels/bench/tune.py` write. If both have a shape, the cache's rows win.
 """
 
 import json
@@ -26,7 +26,7 @@ Rows = dict[Shape, dict[str, LaunchConfig]]  # shape -> configuration by kernel
 
 
 def cache_file() -> Path:
-    """Where configurations measured on this machine are kept."""
+    """The file for configurations measured on this machine."""
     named = os.environ.get(CACHE_VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(named) if named else home / "requant" / "kernels.json"
@@ -34,7 +34,7 @@ def cache_file() -> Path:
 
 @cache
 def measured(device_name: str) -> Rows:
-    """The configurations of a GPU; those of the cache before those of the table."""
+    """The configurations of a GPU; the cache's override the table's."""
     found: Rows = {}
     for file in (TABLE, cache_file()):
         found |= read_table(file).get(device_name, {})
@@ -42,7 +42,7 @@ def measured(device_name: str) -> Rows:
 
 
 def read_table(file: Path) -> dict[str, Rows]:
-    """GPU -> rows; nothing, with a warning, where the file is damaged or of an older form: it only makes calls faster."""
+    """GPU -> rows; empty, with a warning, if the file is damaged or in an older format: it only makes calls faster."""
     if not file.exists():
         return {}
     try:
@@ -53,7 +53,7 @@ def read_table(file: Path) -> dict[str, Rows]:
 
 
 def write_table(file: Path, table: dict[str, Rows]) -> None:
-    """One configuration a line."""
+    """One configuration per line."""
     devices = []
     for device, rows in table.items():
         lines = [
@@ -73,7 +73,7 @@ def _number(bits: float) -> float:
 
 
 def _rows(rows: list[dict[str, Any]]) -> Rows:
-    """Rows as a file holds them; ValueError, TypeError or KeyError where they are no configurations."""
+    """Rows from a file's form; ValueError, TypeError or KeyError if they are not configurations."""
     found: Rows = {}
     if not isinstance(rows, list):
         raise TypeError("rows are a list")

@@ -1,6 +1,6 @@
 """The public operations: a linear layer, its fused siblings, and its matrix, from a packed layout on any device.
 
-One custom operator behind each, with a fake implementation, so that `torch.compile` sees no graph break. `dispatch.py`
+Each is backed by one custom operator with a fake implementation, so that `torch.compile` sees no graph break. `dispatch.py`
 chooses the kernel.
 """
 
@@ -28,7 +28,7 @@ def linear(
 ) -> Float[Tensor, "*tokens n"]:
     """`x @ weight^T + bias`, in x's dtype: float16 or bfloat16 on a GPU, any float on the CPU.
 
-    Raises ValueError where x does not fit the layout.
+    Raises ValueError if x does not fit the layout.
     """
     if x.shape[-1] != layout.k:
         raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
@@ -42,10 +42,11 @@ def linear(
 
 
 def multiply(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None) -> Tensor:
-    """`linear` of x [m, k] without its checks: straight to the kernels where nobody looks on, else by the operator.
+    """`linear` of x [m, k] without its checks: straight to the kernels if nothing observes the call, otherwise through the
+    operator.
 
-    The way through torch's dispatcher takes longer than a kernel, so an eager call on a GPU avoids it. The compiler, fake
-    tensors, autograd and dispatch modes (the profiler of operators among them) want to see the operator.
+    Torch's dispatcher takes longer than a kernel, so an eager call on a GPU avoids it. The compiler, fake tensors, autograd
+    and dispatch modes (including the profiler of operators) need to see the operator.
     """
     if x.is_cuda and type(x) is Tensor and not _watched(x):
         return _multiply(x, layout, bias)
@@ -53,7 +54,7 @@ def multiply(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None) -> 
 
 
 def _watched(x: Tensor) -> bool:
-    """Whether somebody wants to see the operator."""
+    """Whether anything needs to see the operator."""
     return (
         torch.compiler.is_compiling()
         or (x.requires_grad and torch.is_grad_enabled())
@@ -73,22 +74,23 @@ def linear_siblings(
     sizes: tuple[int, ...],
     bias: Float[Tensor, " n"] | None = None,
 ) -> tuple[Float[Tensor, "*tokens _"], ...]:
-    """Layers that share x (q, k and v; gate and up), packed as one matrix of `sum(sizes)` rows: one launch, views out."""
+    """Layers that share x (q, k and v; gate and up), packed as one matrix of `sum(sizes)` rows: one launch, returns
+    views."""
     if sum(sizes) != layout.n:
         raise ValueError(f"siblings of {sizes} rows make {sum(sizes)}, but the packed matrix has {layout.n}")
     return linear(x, layout, bias).split(sizes, dim=-1)
 
 
 def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | None:
-    """How the kernel of so many tokens reads rotated activations; None where it takes none but those of `linear`."""
+    """How the kernel for this many tokens reads rotated activations; None if it only supports `linear`."""
     kernel, _ = dispatch(layout, num_tokens, layout.packed_codes.device)
     form: Any = getattr(module_of(kernel), "activation_form", None)
     return None if form is None else form(layout, num_tokens)
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor | None = None) -> Product:
-    """A trellis layer but for its last rotation, of a layout that has an `activation_form`; x [m, k], rows contiguous, or
-    rotated already."""
+    """A trellis layer without its last rotation, for a layout that has an `activation_form`; x [m, k], rows contiguous, or
+    already rotated."""
     num_tokens = x.shape[0] if isinstance(x, Tensor) else x.num_tokens
     kernel, config = dispatch(layout, num_tokens, layout.packed_codes.device)
     values = module_of(kernel).product(x, layout, config)
@@ -98,7 +100,7 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor 
 def products(
     inputs: Sequence[RotatedActivations], layouts: Sequence[TrellisLayout], biases: Sequence[Tensor | None]
 ) -> list[Product]:
-    """`product` of several layers, each of its own rotated activations or shared ones: in one launch where kernels can."""
+    """`product` of several layers, with separate or shared rotated activations: in one launch if kernels support it."""
     configs = dispatch_group(layouts, inputs[0].num_tokens, layouts[0].packed_codes.device)
     if configs is None:
         return [product(x, layout, bias) for x, layout, bias in zip(inputs, layouts, biases, strict=True)]
@@ -111,8 +113,8 @@ def products(
 
 
 def multiply_bands(x: Tensor, layouts: Sequence[TrellisLayout]) -> Tensor | None:
-    """`multiply` of x [m, k], rows contiguous, by matrices one below the other that read the same rotated activations and
-    rotate no output, in two launches; None where kernels cannot, or somebody wants to see the operators."""
+    """`multiply` of x [m, k], rows contiguous, by vertically stacked matrices that read the same rotated activations and do
+    not rotate their outputs, in two launches; None if kernels cannot, or something needs to see the operators."""
     if not x.is_cuda or _watched(x):
         return None
     configs = dispatch_group(layouts, x.shape[0], x.device)
@@ -128,7 +130,7 @@ def lookup(
 ) -> Float[Tensor, "*m k"]:
     """Rows `tokens` of a grid or trellis without residuals, whose output is not rotated: an embedding.
 
-    On a GPU a token that is none gets row 0, unchecked. Raises ValueError for a matrix in which no rows can be looked up.
+    On a GPU an invalid token gets row 0, unchecked. Raises ValueError for a matrix that does not support row lookup.
     """
     refusal = lookup_refusal(layout)
     if refusal is not None:
@@ -145,7 +147,7 @@ def lookup(
 def lookup_bands(
     tokens: Int[Tensor, "*m"], layouts: Sequence[TrellisLayout], dtype: torch.dtype
 ) -> Float[Tensor, "*m k"]:
-    """`lookup` in matrices one below the other, of one code and the same input scales."""
+    """`lookup` in vertically stacked matrices with one code and the same input scales."""
     rows = torch.ops.requant.trellis_lookup(
         tokens.reshape(-1), dtype, [own.packed_codes for own in layouts], layouts[0].input_scales,
         [own.output_scales for own in layouts], layouts[0].k, [own.bits for own in layouts], layouts[0].code,
@@ -154,7 +156,7 @@ def lookup_bands(
 
 
 def lookup_refusal(layout: Layout | TrellisLayout) -> str | None:
-    """Why no rows can be looked up in a matrix, with the remedy; None where they can."""
+    """Why a matrix does not support row lookup, with the remedy; None if it does."""
     if isinstance(layout, CodebookLayout):
         return "rows are looked up in a grid or a trellis, not in a codebook: quantize the matrix to one"
     trellis = isinstance(layout, TrellisLayout)
@@ -181,7 +183,7 @@ def rotate(
 
 
 def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
-    """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
+    """The matrix that the layout represents; a trellis is rotated back by full matrices, which is slow."""
     if isinstance(layout, TrellisLayout):
         return reference.weight(layout, torch.float32).to(dtype)
     return torch.ops.requant.dequantize(dtype, *flatten(layout))

@@ -20,7 +20,7 @@ def random_sparse(
 
 
 def _signs(width: int, device: str) -> Tensor:
-    """The same for all matrices of a width, as those that `requant quantize` makes."""
+    """The same for all matrices of a width, as in `requant quantize`."""
     g = torch.Generator(device).manual_seed(width)
     return torch.randn(width, generator=g, device=device).sign()
 

@@ -2,14 +2,14 @@
 
 A kernel is a module with two functions, its launches beside it, and a line here:
 
-    MODULE.py           supports(layout, num_tokens, device) -> bool      the layout's format, sizes and alignment; not the
-                                                                          launch
+    MODULE.py           supports(layout, num_tokens, device) -> bool      by the layout's format, sizes and alignment, not
+                                                                          the launch
                         NAME(x, layout, bias, config) -> y [m, n]         NAME of the module; x [m, k] with contiguous rows
-    MODULE_launch.py    LAUNCH (`launch_config.py`); none where there is nothing to choose, and config is None
+    MODULE_launch.py    LAUNCH (`launch_config.py`); absent if there is nothing to choose: then config is None
 
-and, where shared memory depends on the layout, `fits(layout, config, device) -> bool`; those of a trellis whose product can
-be had before its last rotation, `activation_form` and `product` (`trellis/operands.py`). Modules are imported when they are
-first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all. Every kernel is tested against
+and, if shared memory depends on the layout, `fits(layout, config, device) -> bool`. Trellis kernels that can return the
+product before its last rotation also have `activation_form` and `product` (`trellis/operands.py`). Modules are imported when
+they are first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all. Every kernel is tested against
 `fallback/reference.py`.
 """
 
@@ -40,13 +40,13 @@ from requant_kernels.trellis.layout import TrellisLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
-    """A module of `requant_kernels` that multiplies; `name` is that of the tables of launches."""
+    """A module of `requant_kernels` that multiplies; `name` is its name in the launch tables."""
 
     name: str
     module: str
     launch: Launch | None = None
-    gluon: bool = False  # for Hopper alone
-    function: str = ""  # that multiplies; named as the module where nothing else is said
+    gluon: bool = False  # Hopper only
+    function: str = ""  # the function that multiplies; named like the module by default
 
     def supports(self, layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:
         if self.gluon and not supports_sm90(device):
