@@ -1,16 +1,17 @@
-"""The experts of one block of Qwen3-30B-A3B (128 experts, 8 a token, 2048 x 768) with random weights: ours beside bf16.
+"""The experts of one block of Qwen3-30B-A3B (128 experts, 8 per token, 2048 x 768) with random weights: ours and bf16.
 
     python kernels/bench/experts.py --out eval/results/experts-step-h100.json
     python kernels/bench/experts.py --prompts 64 512 4096 --out experts-prefill.json
 
-Timed is what replaces `mlp.experts` in a step: from tokens, chosen experts and their weights to the sum; the router is in
-neither. bf16 is the faster of transformers' way (tokens sorted by expert, `grouped_mm`), which a graph can hold too, and of
-a product an expert, for experts that the host knew before the capture, as no server could. Every call chooses other experts,
-so that none finds its weights in the L2 cache. A step that differs from its experts one by one is not timed.
+Timed: the replacement of `mlp.experts` in a step, from tokens, chosen experts and their weights to the sum, without the
+router. bf16 is the faster of two: transformers' way (tokens sorted by expert, `grouped_mm`), which a graph can also capture,
+and one product per expert, with experts that the host knew before the capture, as no server could. Every call chooses other
+experts, so that none finds its weights in the L2 cache. A step that differs from its experts one by one is not timed.
 
-With `--prompts` so many tokens go through the layer: grouped (`experts/prefill.py`), by the rule's tokens a CTA and by each
-other number; expert by expert, where the host asks how many tokens each has; up to 64 by the step; and by bf16 `grouped_mm`.
-Times are a call's on an idle GPU, Python included (`us`), and in a CUDA graph (`graph_us`) where one can hold it.
+With `--prompts`, the given numbers of tokens go through the layer: grouped (`experts/prefill.py`), with the rule's tokens
+per CTA and with each other number; expert by expert, where the host asks how many tokens each has; up to 64 by the step; and
+with bf16 `grouped_mm`. Times are per call on an idle GPU, Python included (`us`), and in a CUDA graph (`graph_us`) if
+possible.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def one_by_one(x: Tensor, gate_up: ExpertStack, down: ExpertStack, chosen: Tenso
 def expert_by_expert(
     x: Tensor, gate_up: ExpertStack, down: ExpertStack, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """As `requant.models.experts`, with its question to the device."""
+    """As in `requant.models.experts`, with its device query."""
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
     found = []
@@ -81,7 +82,7 @@ def expert_by_expert(
 
 
 def grouped(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """As `transformers.integrations.moe.grouped_mm_experts_forward`."""
+    """As in `transformers.integrations.moe.grouped_mm_experts_forward`."""
     experts, order = chosen.flatten().sort()
     counts = torch.histc(experts.int(), bins=EXPERTS, min=0, max=EXPERTS - 1)
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -103,7 +104,7 @@ def known_to_the_host(
 
 
 def choices(tokens: int) -> list[Tensor]:
-    """Chosen experts of as many calls as take all experts twice; neighbouring calls share none as long as they can."""
+    """Chosen experts for enough calls to use all experts twice; consecutive calls share none as long as possible."""
     order = torch.cat([torch.randperm(EXPERTS) for _ in range(2 * max(1, tokens * PER_TOKEN // EXPERTS + 1))])
     each = tokens * PER_TOKEN
     return [c.view(tokens, PER_TOKEN).cuda() for c in order[: len(order) // each * each].split(each)]
@@ -114,7 +115,7 @@ def best(*candidates: Sequence[Callable[[], object]]) -> Timing:
 
 
 def eager_time(call: Callable[[], object], *, calls: int = 9) -> float:
-    """Microseconds of a call on an idle GPU, until the GPU has done it; the median."""
+    """Median microseconds of a call on an idle GPU, until the GPU has finished."""
     times = []
     for _ in range(calls + 2):
         torch.cuda.synchronize()
@@ -173,7 +174,7 @@ def prompts(tokens: Sequence[int]) -> list[dict[str, object]]:
 
 
 def bf16_weights() -> tuple[Tensor, Tensor]:
-    """Of all experts: gates and ups, and downs."""
+    """Weights of all experts: gates and ups, and downs."""
     shapes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
     wide, narrow = (torch.randn(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes)
     return wide, narrow

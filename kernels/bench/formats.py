@@ -1,4 +1,4 @@
-"""What a call reads of a packed matrix, and kernels compiled in parallel before anything is timed."""
+"""The bytes that a call reads of a packed matrix, and parallel compilation of kernels before anything is timed."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def stored_bytes(layout: Layout | TrellisLayout) -> int:
 
 
 def clone(layout: Layout | TrellisLayout) -> Layout | TrellisLayout:
-    """A copy with memory of its own."""
+    """A copy with its own memory."""
     copied: dict[str, Any] = {
         f.name: getattr(layout, f.name).clone()
         for f in fields(layout)
@@ -41,7 +41,7 @@ def clone(layout: Layout | TrellisLayout) -> Layout | TrellisLayout:
 
 
 def compile_in_parallel(call: Callable[..., object], jobs: Sequence[tuple[Any, ...]], processes: int) -> None:
-    """`call(*job)` for every job in processes of their own: what they compile stays in Triton's cache on disk."""
+    """`call(*job)` for every job in separate processes: what they compile stays in Triton's cache on disk."""
     if processes < 2:
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:

@@ -1,6 +1,6 @@
 """Kernels of other libraries behind one signature: `build(n, k) -> call(x)`, each call with its own random weights.
 
-A peer that cannot be imported, built or captured is reported as failing, with its error; none is required.
+A peer that cannot be imported, built or captured is reported as failed, with its error; none is required.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@
     python kernels/bench/table.py eval/results/kernels-h200.json        # the table in kernels/README.md
 
 Ratio = time of the faster of fp16 and bf16 `F.linear` (same shape, tokens and run) / time of the kernel. The file is
-written after every format, so a run that is cut short keeps what it measured.
+written after every format, so an interrupted run keeps its measurements.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Bench:
     def baseline(self, n: int, k: int) -> None:
         """Time torch in both dtypes at every number of tokens, and compute the ratios of all rows of this shape.
 
-        It runs last: kernels timed in memory that torch's weights had used before ran up to a quarter slower.
+        It runs last: kernels timed in memory previously used by torch's weights ran up to a quarter slower.
         """
         for m in self.tokens:
             first = len(self.rows)

@@ -2,9 +2,9 @@
 
     python kernels/bench/semi_structured.py --out FILE --table kernels/requant_kernels/tuned/semi_structured.json
 
-Every algorithm of cuSPARSELt is compared with the dense product before it is timed, at every number of tokens. The table
-has, for every shape, the fastest one from the number of tokens on from which a sparse product is always ahead by MARGIN.
-Times are of a CUDA graph over weights that are not in cache.
+Every cuSPARSELt algorithm is compared with the dense product before it is timed, at every number of tokens. For every shape
+the table has the fastest one, starting at the number of tokens from which a sparse product is always ahead by MARGIN.
+Times are for a CUDA graph over weights that are not cached.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from requant_kernels.sparsity.masks import keep2
 
 SHAPES = ("8192x8192", "14336x4096", "4096x4096", "28672x8192")
 TOKENS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096)
-ALGORITHMS = range(12)  # more than any version has; those that it lacks are refused
+ALGORITHMS = range(12)  # more than any version has; missing ones are rejected
 GATE = 4e-3  # relative Frobenius distance to the dense product
 MARGIN = 1.02
 
 
 def measure(n: int, k: int) -> list[dict[str, Any]]:
-    """One row a number of tokens: microseconds dense, and by algorithm."""
+    """One row per number of tokens: microseconds dense, and by algorithm."""
     copies = copies_needed(2 * n * k)
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     weights = [w * keep2(w.abs()) for w in weights]
@@ -50,7 +50,7 @@ def measure(n: int, k: int) -> list[dict[str, Any]]:
                 by_algorithm[algorithm] = us
             except (
                 RuntimeError
-            ) as problem:  # torch has no such algorithm, or cuSPARSELt refuses it for this shape
+            ) as problem:  # torch has no such algorithm, or cuSPARSELt rejects it for this shape
                 failed[algorithm] = str(problem).splitlines()[0][:120]
         best = min(by_algorithm, key=by_algorithm.__getitem__, default=None)
         rows.append(

@@ -1,4 +1,4 @@
-"""The measured tables of `kernels/README.md`, from the JSON of `run.py` and of `eval/end_to_end.py`, on standard output.
+"""Prints the measured tables of `kernels/README.md`, from the JSON of `run.py` and of `eval/end_to_end.py`.
 
 python kernels/bench/table.py eval/results/kernels-h200.json eval/results/end-to-end-h200.json
 """

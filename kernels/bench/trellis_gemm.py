@@ -1,14 +1,14 @@
-"""Launches of the trellis GEMM of Hopper, side by side, on the matrices of the 8B shape.
+"""Launches of the trellis GEMM for Hopper, side by side, on the matrices of the 8B shape.
 
     python3 kernels/bench/trellis_gemm.py --out eval/results/trellis-gemm-h200.json
 
 For every code, matrix and number of tokens: today's launch, others, `pair` decoded as half sums, torch in bfloat16, and
-dequantizing for cuBLAS. `us` is the multiplication alone, `all_us` with both rotations, the last of which adds the splits of
-K. Error: of the product, relative, beside the dequantized matrix in float32. Times are microseconds, by
+dequantizing for cuBLAS. `us` is the multiplication alone, `all_us` includes both rotations, the last of which reduces
+split-K. Error: relative, of the product, against the dequantized matrix in float32. Times are microseconds, from
 `common/timing.py`.
 
-Kernels are compiled by processes, all at once; a child measures, and is ended where it says nothing for four seconds: a
-launch that waits for ever is left out of all further rows.
+Processes compile all kernels at once. A child process measures, and is killed if it reports nothing for four seconds; a
+launch that hangs is left out of all further rows.
 """
 
 import argparse
@@ -42,7 +42,7 @@ START, SILENCE, SMS = 15.0, 4.0, 132
 
 
 def candidates(m: int) -> dict[str, tuple[GemmSm90Config, int]]:
-    """By name, warps x row tiles of each: a launch, and CTAs that an SM holds."""
+    """By name, warps x row tiles of each: a launch, and CTAs that fit on an SM."""
     tokens = min(m, 256)
     if tokens == 256:
         return {"8x1": (GemmSm90Config(tokens_per_cta=256, num_warps=8, prefetch_at=2), 1)}
@@ -53,7 +53,7 @@ def candidates(m: int) -> dict[str, tuple[GemmSm90Config, int]]:
 
 
 def splits(config: GemmSm90Config, ctas_per_sm: int, n: int, k: int, m: int) -> list[int]:
-    """Divisions of K that leave all CTAs running at once, the two largest, or one."""
+    """Splits of K with which all CTAs run at once: the two largest, or one."""
     ctas = -(-n // (16 * config.num_warps * config.tiles_per_warp)) * -(-m // config.tokens_per_cta)
     k_tiles, most = k // 256, max(1, 8 * 4096 // max(4096, n & -n))
     effective = {-(-k_tiles // -(-k_tiles // s)) for s in range(1, min(most, k_tiles) + 1)}
@@ -66,7 +66,7 @@ def today(code: str, bits: float, n: int, k: int, m: int) -> GemmSm90Config:
 
 
 def random_layout(code: str, bits: int, n: int, k: int, parts: tuple[int, ...] = ()) -> TrellisLayout:
-    """Any bits are codes."""
+    """A layout of random bits, all of which are valid codes."""
     j = k64_per_unit(4 * bits)
     words = bits * j
     vector = words & -words if words < 4 else 4
@@ -89,7 +89,7 @@ class Launch:
 
 
 def launches(matrix: str, code: str, bits: int, m: int) -> list[Launch]:
-    """All that is timed of a matrix, a code and a number of tokens."""
+    """Everything timed for a matrix, a code and a number of tokens."""
     n, k, _ = MATRICES[matrix]
     now = today(code, bits, n, k, m)
     found = [Launch(name="now", config=now), Launch(name="dense")]
@@ -108,7 +108,7 @@ def num_splits(config: GemmSm90Config, k: int) -> int:
 
 
 def jobs() -> list[tuple[Any, ...]]:
-    """Every kernel once: of products, and of the rotations that add their splits."""
+    """Every kernel once: those of products, and of the rotations that reduce their splits."""
     found: dict[tuple[Any, ...], None] = {}
     for (code, bits), tokens in CODES.items():
         found["dense", code, bits] = None
@@ -128,7 +128,7 @@ def jobs() -> list[tuple[Any, ...]]:
 
 
 def compile_one(job: tuple[Any, ...]) -> str:
-    """One kernel, into Triton's cache."""
+    """Compile one kernel into Triton's cache."""
     began = time.monotonic()
     compile_ahead._compiling = job[0] != "dense"
     try:
@@ -157,7 +157,7 @@ def compile_one(job: tuple[Any, ...]) -> str:
             rotate_output(
                 product, torch.empty(m, 256, device="cuda", dtype=torch.float16), layout, None, asm=True
             )
-    except Exception as error:  # of whatever kind: the row that needs the kernel meets it again
+    except Exception as error:  # of any kind: the row that needs the kernel meets it again
         return f"{job}: {type(error).__name__}: {str(error)[:300]}"
     finally:
         compile_ahead._compiling = False
@@ -165,12 +165,12 @@ def compile_one(job: tuple[Any, ...]) -> str:
 
 
 def graph_time(calls: list[Callable[[], object]]) -> float:
-    """Microseconds of a call, cold L2."""
+    """Microseconds per call, with a cold L2."""
     return cold_time(calls, replays=3).median
 
 
 def total(product: torch.Tensor) -> torch.Tensor:
-    """Of the splits."""
+    """The sum over the splits."""
     return product.float().sum(0) if product.dim() == 3 else product.float()
 
 
@@ -249,7 +249,7 @@ def main() -> None:
                 print("not compiled:", said, flush=True)
     print(f"{len(todo)} kernels compiled, {time.monotonic() - began:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    hung: set[str] = set()  # names that are not tried again
+    hung: set[str] = set()  # names that are not retried
     for matrix in MATRICES:
         begin, ended = 1, False
         while not ended and time.monotonic() - began < seconds:
@@ -268,7 +268,7 @@ def main() -> None:
                     )
                 except EOFError:
                     row = waiting
-                if row is None:  # the matrix is done, or nothing was ever said
+                if row is None:  # the matrix is finished, or nothing was ever reported
                     ended = True
                     break
                 if row is waiting:

@@ -2,8 +2,8 @@
 
     python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/tuned/h200.json
 
-Every candidate is compiled first, in parallel, then timed with cold caches in a CUDA graph. The winner is stored; all times
-go to `--log`.
+Every candidate is compiled first, in parallel, then timed with cold caches in a CUDA graph. The winner is stored; `--log`
+receives all times.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FEW_TOKENS = ("gemv", *(name for name, launch in LAUNCHES.items() if launch.meas
 
 
 def layout_of(shape: Shape) -> Any:
-    """`+s` after a format: with 1 % of residuals."""
+    """A random layout; `+s` after a format: with 1 % of residuals."""
     name, _, sparse = shape.format.partition("+")
     return random_layout(name, shape.bits, shape.n, shape.k, 0.01 if sparse else 0.0)
 
@@ -53,8 +53,8 @@ def kernels_of(format: str, tokens: int) -> tuple[str, ...]:
 
 
 def compiled_shape(config: LaunchConfig, shape: Shape) -> Shape:
-    """A shape, small where it may be, whose kernel is the same: a few rows do, and columns of whole K tiles are alike, but
-    where activations are in shared memory, and where warps do not divide the K tiles evenly."""
+    """A shape, as small as possible, that compiles to the same kernel: a few rows are enough, and columns in whole k_tiles,
+    unless activations are in shared memory or warps do not divide the k_tiles evenly."""
     own_columns = isinstance(config, (TrellisGemvConfig, Int8MmaConfig, Fp16MmaConfig))
     if isinstance(config, (GemvConfig, SparseMmaConfig)):
         staged = isinstance(config, GemvConfig) and config.stage_activations
@@ -63,13 +63,13 @@ def compiled_shape(config: LaunchConfig, shape: Shape) -> Shape:
 
 
 def compiled_config(config: LaunchConfig) -> LaunchConfig:
-    """A launch of the same code: a cap on CTAs is no part of it."""
+    """A launch with the same code: a cap on CTAs does not change it."""
     own: Any = config
     return replace(own, max_ctas_per_sm=None) if hasattr(own, "max_ctas_per_sm") else config
 
 
 def has_own_code(config: LaunchConfig) -> bool:
-    """Whether a launch is compiled to a kernel of its own: most splits of K are alike."""
+    """Whether a launch compiles to a separate kernel: most splits of K share one."""
     if isinstance(config, GemmConfig):
         return config.split_k == 1
     return not isinstance(config, GemmSm90Config) or config.split_k <= 2

@@ -2,7 +2,7 @@
 
     python kernels/bench/viterbi.py --out FILE
 
-Timed are the forward pass and the backtracking of a search with free ends; a tile of codes takes two searches.
+Timed: the forward pass and the backtracking of a search with free ends. A tile of codes takes two searches.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LAUNCHES = 5
 
 
 def milliseconds(code: str, bits: float) -> float:
-    """Of one search of a sequence on every SM, the mean of several after a first."""
+    """The time of one search of a sequence per SM, averaged over several after a first."""
     vector = WEIGHTS_PER_STEP[code]
     values = torch.randn(65536, vector, device="cuda").half().float()
     targets = torch.randn(num_sms(values.device), 256 // vector, vector, device="cuda")
