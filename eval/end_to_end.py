@@ -179,7 +179,7 @@ def _replace(
 
 def main(
     out: opt.OutFile,
-    shapes: Annotated[list[str] | None, typer.Option(help="Repeatable. [all]")] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="Repeatable; all by default.")] = None,
     batch: opt.Batch = None,
     formats: Annotated[list[str] | None, typer.Option(help="KIND:BITS, repeatable.")] = None,
     widths: Annotated[

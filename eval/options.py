@@ -10,7 +10,7 @@ Data = Annotated[Path, typer.Option(help="Folder with the protocol's texts.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results.")]
 NumSamples = Annotated[int, typer.Option(help="Calibration windows.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens per window.")]
-Windows = Annotated[int | None, typer.Option(help="Windows to score. [all]")]
+Windows = Annotated[int | None, typer.Option(help="Windows to score; all by default.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 Labels = Annotated[
     list[str] | None,
@@ -18,7 +18,7 @@ Labels = Annotated[
 ]
 LabelPatterns = Annotated[
     list[str] | None,
-    typer.Option(help="Shell pattern for labels of rows to measure, repeatable. [all]"),
+    typer.Option(help="Shell pattern for labels of rows to measure, repeatable; all by default."),
 ]
 Part = Annotated[int | None, typer.Option(help="Number of the part to write.")]
 Join = Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")]

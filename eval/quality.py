@@ -163,7 +163,9 @@ def main(
     model: opt.Model = MODEL,
     data: opt.Data = DATA,
     out: opt.Out = RESULTS,
-    rows: Annotated[list[str] | None, typer.Option(help="NAME:BITS[:SEED], repeatable. [all]")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(help="NAME:BITS[:SEED], repeatable; all by default.")
+    ] = None,
     part: opt.Part = None,
     join: opt.Join = False,
     num_samples: opt.NumSamples = 128,

@@ -51,7 +51,9 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Name of a recipe, repeatable. [all]")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a recipe, repeatable; all by default.")
+    ] = None,
     out: opt.Out = RESULTS,
 ) -> None:
     known = list(available_recipes())

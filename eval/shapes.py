@@ -95,7 +95,9 @@ def main(
     shape: Annotated[str, typer.Argument(help="1b, 3b, 8b or 70b.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer to use.")] = MODEL,
-    blocks: Annotated[int | None, typer.Option(help="Write only this many first blocks. [all]")] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Write only this many first blocks; all by default.")
+    ] = None,
     share: Annotated[
         int, typer.Option(help="Number of equal parts of blocks and vocabulary, of which to write one.")
     ] = 1,

@@ -269,7 +269,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Number of layers, if fewer than the shape has.")] = 0,
     formats: Annotated[
         list[str] | None,
-        typer.Option(help="A peer or KIND:BITS, repeatable. [all, unless checkpoints are given]"),
+        typer.Option(help="A peer or KIND:BITS, repeatable; all by default, unless checkpoints are given."),
     ] = None,
     checkpoints: Annotated[
         list[str] | None, typer.Option(help="Folder of a checkpoint to check, repeatable.")
