@@ -61,105 +61,143 @@ def expected_seconds(prepared: Prepared | Outline, recipe: Recipe, device: str) 
 
 
 def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterator[Stage]:
-    parameters = sum(p.numel() for p in prepared.model.parameters())
-    rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
-    method, nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
-    windows, steps = prepared.windows.numel(), recipe.finetune.num_steps
-    threads = torch.get_num_threads() if device == "cpu" else 1
-
-    brought = (
-        hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
-    )  # in a pass over the blocks
-
-    def forward(tokens: int) -> float:
-        return 2 * parameters * tokens / rate + brought
-
-    def backward(tokens: int) -> float:
-        return 3 * 2 * parameters * tokens / rate + 2 * brought
-
-    def codes(targets: Sequence[QuantTarget]) -> float:
-        weights = of_fullest_rank(targets, lambda target: target.size)
-        return weights * method.seconds_per_weight[device] / threads
-
-    gradients = len(method.needs & {"fisher", "output_hessian"}) * backward(windows)
-    inputs = len(method.needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * forward(windows)
-    if recipe.calibration.inputs == "original" and one_pass_suffices(method.needs):
-        inputs = 0.0
-    statistics = gradients + inputs
-    scored = backward(windows) * (nodes if recipe.sensitivity.score == "pqi" else 1)
-    all_codes = codes(prepared.targets)
-    collected = 0.0  # of the statistics: seconds that the codes will not have to wait for
+    costs = _Costs(prepared, recipe, device)
     if has_budget(recipe):
-        each = all_codes + len(prepared.targets) * forward(MEASURED_TOKENS)
+        yield costs.allocation()
+    if recipe.finetune.trains and prepared.own_windows:
+        yield costs.own_text()
+    if recipe.trains_in_rounds:
+        yield from costs.rounds()
+    else:
+        yield Stage(name="codes", kind="codes", seconds=costs.statistics_left + costs.codes(prepared.targets))
+    if recipe.mode == "paper":
+        yield from costs.sparse_part()
+    if recipe.mode == "sparse" and costs.steps:
+        whole = sum(target.size for target in prepared.targets)
+        yield costs.training("recovery", whole, by_block=False)
+    yield costs.embedding_and_head()
+    if recipe.mode != "sparse" and costs.steps:
+        yield costs.training("fine-tuning", 0, by_block=costs.by_block)
+    yield costs.diagnosis()
+    tokens = prepared.eval_windows.numel()
+    yield Stage(name="evaluation", kind="evaluation", seconds=2 * costs.forward(tokens))
+    yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
+
+
+class _Costs:
+    """Seconds of the parts of a run on devices of a type."""
+
+    def __init__(self, prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
+        self.prepared, self.recipe, self.device = prepared, recipe, device
+        self.parameters = sum(p.numel() for p in prepared.model.parameters())
+        self.rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
+        self.method, self.nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
+        self.windows, self.steps = prepared.windows.numel(), recipe.finetune.num_steps
+        self.threads = torch.get_num_threads() if device == "cpu" else 1
+        # to the GPU, in a pass over the blocks
+        self.brought = hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
+        needs = self.method.needs
+        gradients = len(needs & {"fisher", "output_hessian"}) * self.backward(self.windows)
+        self.inputs = (
+            len(needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * self.forward(self.windows)
+        )
+        if recipe.calibration.inputs == "original" and one_pass_suffices(needs):
+            self.inputs = 0.0
+        self.statistics = gradients + self.inputs
+        # those that the allocation has not collected already
+        self.statistics_left = self.statistics - (self.statistics if has_budget(recipe) else 0.0)
+        self.by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
+
+    def forward(self, tokens: int) -> float:
+        return 2 * self.parameters * tokens / self.rate + self.brought
+
+    def backward(self, tokens: int) -> float:
+        return 3 * 2 * self.parameters * tokens / self.rate + 2 * self.brought
+
+    def codes(self, targets: Sequence[QuantTarget]) -> float:
+        weights = of_fullest_rank(targets, lambda target: target.size)
+        return weights * self.method.seconds_per_weight[self.device] / self.threads
+
+    def allocation(self) -> Stage:
+        all_codes = self.codes(self.prepared.targets)
+        each = all_codes + len(self.prepared.targets) * self.forward(MEASURED_TOKENS)
         predictor = {
             "curvature": 0.0,
             "measured": each,
             "restored": each,
-            "pqi": all_codes + nodes * backward(min(windows, PQI_TOKENS)),
+            "pqi": all_codes + self.nodes * self.backward(min(self.windows, PQI_TOKENS)),
         }
-        more = predictor[recipe.budget.predictor]
-        yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
-        collected = statistics
-    if recipe.finetune.trains and prepared.own_windows:
-        length = prepared.train_windows.shape[1]
-        arithmetic = forward(prepared.own_windows * length)
+        more = predictor[self.recipe.budget.predictor]
+        return Stage(name="allocation", kind="statistics", seconds=self.statistics + more, bars=0)
+
+    def own_text(self) -> Stage:
+        prepared, length = self.prepared, self.prepared.train_windows.shape[1]
+        arithmetic = self.forward(prepared.own_windows * length)
         steps_of_few = arithmetic * FULL_STEP / windows_at_once(prepared.model, length)
-        seconds = steps_of_few if device == "cpu" else _writing(prepared)
-        yield Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
-    step = tokens_of_step(prepared, recipe)
-    training = steps * 4 * 2 * parameters * step / rate
-    by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
-    if prepared.hosted and recipe.finetune.trains:
-        # the teacher's states, and codes that are decoded in every step, forward and backward
-        gpus = count_gpus(prepared)
-        decoding = DECODE_SECONDS * weights_to_decode(prepared.targets, gpus)
-        sending = hosted_bytes(prepared.targets) / SENT_BYTES if gpus > 1 else 0.0
-        training += forward(prepared.train_windows.numel()) + steps * 2 * (decoding + sending)
-    if recipe.trains_in_rounds:
-        rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
-        still_open = sum(target.size for target in prepared.targets)
+        seconds = steps_of_few if self.device == "cpu" else _writing(prepared)
+        return Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
+
+    def training(self, name: str, still_open: int, *, by_block: bool) -> Stage:
+        """A phase of training, with so many weights without codes."""
+        prepared, recipe, steps = self.prepared, self.recipe, self.steps
+        seconds = steps * 4 * 2 * self.parameters * tokens_of_step(prepared, recipe) / self.rate
+        if prepared.hosted and recipe.finetune.trains:
+            # the teacher's states, and codes that are decoded in every step, forward and backward
+            gpus = count_gpus(prepared)
+            decoding = DECODE_SECONDS * weights_to_decode(prepared.targets, gpus)
+            sending = hosted_bytes(prepared.targets) / SENT_BYTES if gpus > 1 else 0.0
+            seconds += self.forward(prepared.train_windows.numel()) + steps * 2 * (decoding + sending)
+        shared = steps * _step_of_several(prepared, recipe, still_open, by_block=by_block)
+        return Stage(name=name, kind="training", seconds=seconds + shared)
+
+    def rounds(self) -> Iterator[Stage]:
+        """Of mode `best`; the training after the last one is a stage of its own."""
+        targets = self.prepared.targets
+        rounds = rounds_of(targets, self.recipe.finetune.rounds)
+        still_open = sum(target.size for target in targets)
         for index, members in enumerate(rounds):
             still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
-            seconds = codes(members) + (statistics if index else statistics - collected)
+            seconds = self.codes(members) + (self.statistics if index else self.statistics_left)
             yield Stage(name=f"{name}, codes", kind="codes", seconds=seconds)
             if index + 1 < len(rounds):
-                shared = steps * _step_of_several(prepared, recipe, still_open, by_block=by_block)
-                yield Stage(name=f"{name}, training", kind="training", seconds=training + shared)
-    else:
-        yield Stage(name="codes", kind="codes", seconds=statistics - collected + all_codes)
-    if recipe.mode == "paper" and recipe.detach.outlier_fraction:
-        adaptive = recipe.detach.outlier_rule == "adaptive"
-        again = all_codes + (inputs if recipe.calibration.inputs != "original" else 0.0)
-        trials = len(recipe.detach.temperatures) * (again + forward(windows))
-        yield Stage(name="outliers", kind="outliers", seconds=scored + trials if adaptive else 0.0, bars=0)
-        yield Stage(name="codes again", kind="codes", seconds=0.0 if adaptive else again)
-    if recipe.mode == "paper" and recipe.detach.significant_fraction:
-        bars = recipe.detach.steps * (nodes if recipe.sensitivity.score == "pqi" else 1)
-        yield Stage(
-            name="significant weights", kind="scores", seconds=recipe.detach.steps * scored, bars=bars
-        )
-    if recipe.mode == "sparse" and steps:
-        whole = sum(target.size for target in prepared.targets)
-        shared = steps * _step_of_several(prepared, recipe, whole, by_block=False)
-        yield Stage(name="recovery", kind="training", seconds=training + shared)
-    tables = sum(part.weight.numel() for part in embedding_and_head_of(prepared.model).parts.values())
-    per_weight = table_method(recipe).seconds_per_weight[device] if has_budget(recipe) else 0.0
-    yield Stage(name="embedding and head", kind="tables", seconds=tables * per_weight / threads, bars=0)
-    if recipe.mode != "sparse" and steps:
-        shared = steps * _step_of_several(prepared, recipe, 0, by_block=by_block)
-        yield Stage(name="fine-tuning", kind="training", seconds=training + shared)
-    diagnosed = min(windows, DIAGNOSED_TOKENS)
-    by_matrix = 0.0
-    if device == "cuda" and not prepared.hosted:
-        by_matrix = len(prepared.targets) * forward(diagnosed)
-    elif device == "cpu" and sum(target.size for target in prepared.targets) <= MATRIX_WEIGHTS_ON_CPU:
-        by_matrix = len(prepared.targets) * forward(min(windows, MATRIX_TOKENS_ON_CPU))
-    blocks = 0 if prepared.hosted else len({target.block for target in prepared.targets})
-    passes = (2 + nodes) * backward(diagnosed) + (2 + blocks) * forward(diagnosed)
-    yield Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
-    yield Stage(name="evaluation", kind="evaluation", seconds=2 * forward(prepared.eval_windows.numel()))
-    yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
+                yield self.training(f"{name}, training", still_open, by_block=self.by_block)
+
+    def sparse_part(self) -> Iterator[Stage]:
+        """Of mode `paper`: outliers and significant weights."""
+        detach, passes = self.recipe.detach, self.nodes if self.recipe.sensitivity.score == "pqi" else 1
+        scored = self.backward(self.windows) * passes
+        if detach.outlier_fraction:
+            adaptive = detach.outlier_rule == "adaptive"
+            again = self.codes(self.prepared.targets)
+            again += self.inputs if self.recipe.calibration.inputs != "original" else 0.0
+            trials = len(detach.temperatures) * (again + self.forward(self.windows))
+            seconds = scored + trials if adaptive else 0.0
+            yield Stage(name="outliers", kind="outliers", seconds=seconds, bars=0)
+            yield Stage(name="codes again", kind="codes", seconds=0.0 if adaptive else again)
+        if detach.significant_fraction:
+            seconds, bars = detach.steps * scored, detach.steps * passes
+            yield Stage(name="significant weights", kind="scores", seconds=seconds, bars=bars)
+
+    def embedding_and_head(self) -> Stage:
+        tables = embedding_and_head_of(self.prepared.model).parts.values()
+        weights = sum(part.weight.numel() for part in tables)
+        coded = has_budget(self.recipe)
+        per_weight = table_method(self.recipe).seconds_per_weight[self.device] if coded else 0.0
+        seconds = weights * per_weight / self.threads
+        return Stage(name="embedding and head", kind="tables", seconds=seconds, bars=0)
+
+    def diagnosis(self) -> Stage:
+        targets, hosted = self.prepared.targets, self.prepared.hosted
+        diagnosed = min(self.windows, DIAGNOSED_TOKENS)
+        by_matrix = 0.0
+        if self.device == "cuda" and not hosted:
+            by_matrix = len(targets) * self.forward(diagnosed)
+        elif self.device == "cpu" and sum(target.size for target in targets) <= MATRIX_WEIGHTS_ON_CPU:
+            by_matrix = len(targets) * self.forward(min(self.windows, MATRIX_TOKENS_ON_CPU))
+        blocks = 0 if hosted else len({target.block for target in targets})
+        passes = (2 + self.nodes) * self.backward(diagnosed) + (2 + blocks) * self.forward(diagnosed)
+        return Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
 
 
 def _writing(prepared: Prepared | Outline) -> float:
