@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,56 +12,20 @@ from transformers import AutoModelForCausalLM
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError, ModelError
+from requant.errors import ModelError
 from requant.formats.bands import BandsSpec
-from requant.formats.codebook import CodebookSpec
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
-from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
+
+from .embeddings import IDS, logits
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 
-IDS = torch.arange(3 * 20).view(3, 20) % 250
-
-
 METHOD_NAMES = ["rtn", "trellis"]  # of the matrices; that of embedding and head follows
-
-
-def recipe_of(method: str = "rtn", **budget) -> Recipe:
-    return Recipe(
-        mode="dense",
-        method=method,
-        quantizer=METHODS[method].config(bits=4),
-        calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2, samples=0),
-        budget=Budget(**budget),
-        skip=("*.self_attn.*", "*.gate_proj", "*.up_proj") if method == "trellis" else (),  # for time
-    )
-
-
-@pytest.fixture(scope="module")
-def make(any_trellis_codes, tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`make(architecture, method="rtn", **budget)`: the result of a run and its folder, made once."""
-    made: dict = {}
-
-    def of(name: str, **budget):
-        key = (name, *sorted(budget.items()))
-        if key not in made:
-            result = requant.quantize(str(tiny_folder(name)), recipe_of(**budget), tiny_text_file)
-            made[key] = result, requant.save(result, tmp_path_factory.mktemp("embedding") / "out")
-        return made[key]
-
-    return of
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
 
 
 def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str) -> None:
@@ -251,26 +214,6 @@ def test_old_checkpoints_keep_their_version(make) -> None:
     assert read_header(path).quantization["format_version"] == 6
 
 
-@pytest.fixture(scope="module")
-def make_banded(
-    any_trellis_codes, tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory
-):
-    """As `make`, with bands of 32, 32, 64 and 136 rows, which no table of this size would get by itself."""
-    made: dict = {}
-
-    def of(name: str):
-        if name not in made:
-            recipe = recipe_of(method="trellis", head_bits=4, embedding_bits=4)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("requant.quantizers.table_trellis.FEWEST_ROWS", 128)
-                patch.setattr("requant.quantizers.table_trellis.TILTS", (1.0,))
-                result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file)
-            made[name] = result, requant.save(result, tmp_path_factory.mktemp("bands") / name)
-        return made[name]
-
-    return of
-
-
 @pytest.mark.parametrize("name", ["llama-tied", "gemma3"])
 def test_bands_are_saved_and_loaded(make_banded, tmp_path: Path, name: str) -> None:
     result, path = make_banded(name)
@@ -298,154 +241,6 @@ def test_bands_are_saved_and_loaded(make_banded, tmp_path: Path, name: str) -> N
     table = byte_table(path)
     part = table.embedding_and_head["model.embed_tokens"]
     assert part.bits_per_weight == pytest.approx(4.1, abs=0.2)
-
-
-HOSTILE_BANDS = [
-    (lambda entry: entry.pop("parts"), "parts of model.embed_tokens are no list of 2 to 16 bands"),
-    (lambda entry: entry["parts"].pop(), "the bands of model.embed_tokens do not make its shape"),
-    (lambda entry: entry["parts"].__setitem__(1, 3), "band 1 of model.embed_tokens is no JSON object"),
-    (lambda entry: entry["parts"][2].update(format="bands"), "band 2 of model.embed_tokens has format"),
-    (
-        lambda entry: entry["parts"][2].update(more=1),
-        "band 2 of model.embed_tokens has the unknown key 'more'",
-    ),
-    (lambda entry: entry["parts"][0].pop("rotates_output"), "no trellis of unmixed rows"),
-    (lambda entry: entry["parts"][0].update(bits=5.25), "model.embed_tokens has bits"),
-    (lambda entry: entry["parts"][0]["shape"].__setitem__(1, 32), "do not make its shape"),
-]
-
-
-@pytest.fixture
-def lying(make_banded, tmp_path: Path):
-    """A copy of a checkpoint with bands, whose `quantization_config` a function has changed."""
-
-    def of(change) -> Path:
-        path = Path(shutil.copytree(make_banded("llama-tied")[1], tmp_path / "copy"))
-        config = json.loads((path / "config.json").read_text())
-        change(config["quantization_config"])
-        (path / "config.json").write_text(json.dumps(config))
-        return path
-
-    return of
-
-
-@pytest.mark.parametrize(("change", "message"), HOSTILE_BANDS)
-def test_hostile_bands(lying, change, message: str) -> None:
-    path = lying(lambda entry: change(entry["vocabulary"]["model.embed_tokens"]))
-    for load in (requant.load, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=message):
-            load(path)
-
-
-def test_matrices_of_the_blocks_have_no_bands(lying) -> None:
-    def change(entry) -> None:
-        entry["modules"]["model.layers.0.mlp.up_proj"] = entry["vocabulary"]["model.embed_tokens"]
-
-    with pytest.raises(CheckpointError, match="up_proj in modules has bands"):
-        requant.load(lying(change))
-
-
-class TestHostile:
-    """A folder whose table of embedding and head lies."""
-
-    @pytest.fixture
-    def refuse(self, make, tmp_path: Path):
-        def run(change, message: str, name: str = "llama-tied", **budget) -> None:
-            source = make(name, **(budget or {"head_bits": 8}))[1]
-            path = Path(shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True))
-            config = json.loads((path / "config.json").read_text())
-            change(config, config["quantization_config"])
-            (path / "config.json").write_text(json.dumps(config))
-            for load in (requant.load, AutoModelForCausalLM.from_pretrained):
-                with pytest.raises(CheckpointError, match=message):
-                    load(path)
-
-        return run
-
-    def test_shapes(self, refuse) -> None:
-        def larger(_config, entry) -> None:
-            entry["vocabulary"]["model.embed_tokens"]["shape"] = [10**6, 64]
-
-        refuse(larger, r"codes is torch.int32 \[264, 16\] .* asks for torch.int32 \[1000000, 16\]")
-
-        def vocabulary(config, _entry) -> None:
-            config["vocab_size"] = 300
-
-        refuse(vocabulary, r"model.embed_tokens has shape \[264, 64\] in vocabulary, but .* \[300, 64\]")
-
-    @pytest.mark.parametrize("value", [[], 3, "x", {"a": {}, "b": {}, "c": {}}])
-    def test_no_table(self, refuse, value: object) -> None:
-        def change(_config, entry) -> None:
-            entry["vocabulary"] = value
-
-        refuse(change, "vocabulary does not list an embedding and a head")
-
-    def test_formats(self, refuse) -> None:
-        spec = PackedSpec(dense=CodebookSpec(bits=4, shape=(264, 64))).to_json()
-        sparse = {"sparse": 5, "sparse_values": "float16", "sparse_counts": "uint8"}
-        for broken in (spec, sparse, {"column_scales": True}):
-
-            def change(_config, entry, broken=broken) -> None:
-                table = entry["vocabulary"]
-                table["model.embed_tokens"] = (
-                    broken if "format" in broken else table["model.embed_tokens"] | broken
-                )
-
-            refuse(
-                change,
-                "model.embed_tokens in vocabulary is no plain grid, and no trellis of unmixed rows, of its own",
-            )
-
-    def test_trellises(self, refuse) -> None:
-        def mixed(_config, entry) -> None:
-            del entry["vocabulary"]["model.embed_tokens"]["rotates_output"]
-
-        refuse(
-            mixed,
-            "is no plain grid, and no trellis of unmixed rows",
-            method="trellis",
-            head_bits=8,
-            embedding_bits=8,
-        )
-
-        def early(_config, entry) -> None:
-            entry["format_version"] = 5
-
-        message = "is no grid, which needs format version 6, but version 5 is given"
-        refuse(early, message, method="trellis", head_bits=8, embedding_bits=8)
-
-    def test_names(self, refuse) -> None:
-        def renamed(_config, entry) -> None:
-            entry["vocabulary"] = {"model.norm": entry["vocabulary"]["model.embed_tokens"]}
-
-        refuse(renamed, "model.norm.codes is missing")
-
-        def doubled(_config, entry) -> None:
-            name, spec = next(iter(entry["modules"].items()))
-            entry["vocabulary"][name] = spec
-
-        refuse(doubled, "in vocabulary is no plain grid, and no trellis of unmixed rows, of its own")
-
-        def elsewhere(_config, entry) -> None:
-            name = next(iter(entry["modules"]))
-            entry["vocabulary"] |= {name: entry["modules"].pop(name)}
-
-        refuse(
-            elsewhere,
-            "lists model.layers.0.self_attn.q_proj in vocabulary, but the embedding of LlamaForCausalLM",
-        )
-
-    def test_ties(self, refuse) -> None:
-        def tie(config, _entry) -> None:
-            config["tie_word_embeddings"] = True
-
-        refuse(tie, "ties lm_head to model.embed_tokens", name="llama", head_bits=6)
-
-    def test_versions(self, refuse) -> None:
-        def older(_config, entry) -> None:
-            entry["format_version"] = 1
-
-        refuse(older, "format version 1 has no vocabulary, but model.embed_tokens")
 
 
 def test_the_layer_says_what_it_is(make) -> None:
