@@ -219,6 +219,9 @@ def _config(
     else:
         config = json.loads(model.config.to_json_string())  # type: ignore[union-attr]
     config = _without_code(config)
+    config.pop(
+        "expert_dtype", None
+    )  # DeepSeek-V4 says beside its quantization_config that experts have 4 bits
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory

@@ -98,7 +98,7 @@ def _dequantized(path: str, config: Any, dtype: str) -> Any:
     from transformers import GenerationConfig
 
     method = config.quantization_config["quant_method"]
-    state, wanted = float_state(path, None if dtype == "auto" else dtype)
+    state, own = float_state(path)
     if not state:
         raise ModelError(
             f"{path} cannot be loaded (there are no safetensors files); download the model again."
@@ -107,11 +107,15 @@ def _dequantized(path: str, config: Any, dtype: str) -> Any:
         "the weight files of %s hold %s: they are read as %s, and that is the original.",
         path,
         FORMATS[method],
-        str(wanted).removeprefix("torch."),
+        str(own).removeprefix("torch."),
     )
     kind, config = _model_class(_of_floats(config))
     model, report = kind.from_pretrained(
-        None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+        None,
+        config=config,
+        state_dict=state,
+        dtype=own if dtype == "auto" else dtype,
+        output_loading_info=True,
     )
     model.name_or_path = model.config._name_or_path = path
     if model.can_generate():

@@ -17,13 +17,14 @@ Microscaling (MX) v1.0; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3
 transformers derives the block from the number of scales instead, n / (rows of scales), which it refuses for the 576 rows
 with 5 scales of DeepSeek's `kv_a_proj_with_mqa`, and which gives other numbers where a partial block happens to divide (192
 rows with 2 scales: 96 + 96, and not 128 + 64). So we read these files ourselves. The product is computed in float32 and
-rounded once, to the dtype in which the model is loaded. What quantized the activations is left out: an original is here
-what its weights are. Nothing in a file is believed before it is checked.
+rounded once, to the dtype that config.json names (bfloat16), also where the model computes in float32: so a matrix that a
+run leaves alone is saved as it was. What quantized the activations is left out: an original is here what its weights are.
+Nothing in a file is believed before it is checked.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,23 +105,22 @@ def float_view(folder: str | Path) -> dict[str, FloatTensor]:
     return view.mxfp4() if entry["quant_method"] == "mxfp4" else view.fp8()
 
 
-def float_state(folder: str, dtype: str | None) -> tuple[dict[str, Any], torch.dtype]:
-    """A state dict of a folder in FP8 or MXFP4, and the dtype in which matrices are dequantized; None is that of the view.
+def float_state(folder: str) -> tuple[dict[str, Any], torch.dtype]:
+    """A state dict of a folder in FP8 or MXFP4, and the dtype in which its matrices are dequantized.
 
     Its values are read when transformers' loader takes them (`value[...]`, as of a slice of a safetensors file), so that
     no second copy of the model is held.
     """
-    view = float_view(folder)
-    wanted = float_dtype(_config(folder)) if dtype is None else getattr(torch, dtype)
     opened = cache(lambda file: safe_open(file, framework="pt"))
-    return {name: _Pending(folder, tensor, wanted, opened) for name, tensor in view.items()}, wanted
+    state = {name: _Pending(folder, tensor, opened) for name, tensor in float_view(folder).items()}
+    return state, float_dtype(_config(folder))
 
 
 class _Pending:
     """Stands in a state dict for a tensor that is not read yet."""
 
-    def __init__(self, folder: str, tensor: FloatTensor, dtype: torch.dtype, opened: Any) -> None:
-        self.folder, self.tensor, self.dtype, self.opened = folder, tensor, dtype, opened
+    def __init__(self, folder: str, tensor: FloatTensor, opened: Callable[[Path], Any]) -> None:
+        self.folder, self.tensor, self.opened = folder, tensor, opened
 
     def __getitem__(self, _: Any) -> Tensor:
         tensor = self.tensor
@@ -135,7 +135,9 @@ class _Pending:
                 f"{self.folder}: {name[:80]} holds a scale that is NaN or infinite; download the model again."
             )
         values = values.flatten(-2) if tensor.transposed else values
-        return dequantize(values, scales, block=tensor.block, dtype=self.dtype, transposed=tensor.transposed)
+        return dequantize(
+            values, scales, block=tensor.block, dtype=tensor.dtype, transposed=tensor.transposed
+        )
 
 
 @torch.no_grad()

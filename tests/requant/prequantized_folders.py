@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 MATRICES = r"(proj|kv_a_proj_with_mqa|q_a_proj|w[123])\.weight$"
+SCALES = r"(_scale_inv|\.scale|weight_scale)$"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -51,7 +52,7 @@ def rewrite(
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     stored = {
         name: (
-            tensor.bfloat16() if tensor.dtype == torch.float32 and "scale" not in name else tensor
+            tensor.bfloat16() if tensor.dtype == torch.float32 and not re.search(SCALES, name) else tensor
         ).contiguous()
         for name, tensor in tensors.items()
     }
@@ -87,3 +88,25 @@ def mxfp4_folder(source: Path, target: Path) -> Path:
         else:
             tensors[name] = tensor
     return rewrite(source, target, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def fp4_folder(source: Path, target: Path) -> Path:
+    """DeepSeek-V4: experts as pairs of E2M1 in bytes, the rest in FP8 blocks, with exponents and floats as scales."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        scale = f"{name.removesuffix('weight')}scale"
+        if ".experts." in name:
+            packed, exponents = e2m1(tensor)
+            tensors |= {
+                name: packed.flatten(-2).view(torch.int8),
+                scale: exponents.view(torch.float8_e8m0fnu),
+            }
+        elif name.endswith(("wq_a.weight", "wkv.weight")):
+            tensors[name], tensors[scale] = fp8(tensor, 24, 24)
+        else:
+            tensors[name] = tensor
+    entry = {"quant_method": "fp8", "weight_block_size": [24, 24], "scale_fmt": "ue8m0"}
+    folder = rewrite(source, target, tensors, entry)
+    config = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,5 +1,6 @@
 """Originals that are stored in FP8 or MXFP4: the floats they stand for, and what is refused."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from requant.errors import ModelError
 from requant.models.loading import empty_model, load_model
 from requant.models.prequantized import float_state, float_view
 
-from ..prequantized_folders import E2M1, e2m1, fp8, fp8_folder, mxfp4_folder, rewrite
+from ..prequantized_folders import E2M1, e2m1, fp4_folder, fp8, fp8_folder, mxfp4_folder, rewrite
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def stored(tiny_folder, tmp_path: Path) -> Callable[..., Path]:
 
 
 def values(folder: Path, name: str, dtype: str = "float32") -> Tensor:
-    return float_state(str(folder), dtype)[0][name][...]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return float_state(str(folder))[0][name][...]
 
 
 @pytest.mark.parametrize("shape", [(40, 72), (16, 16), (5, 7), (33, 32)])
@@ -172,10 +175,12 @@ def test_experts_in_mxfp4_are_those_transformers_dequantizes(tiny_folder, tmp_pa
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "deepseek-v32"])
 def test_models_in_blocks_that_do_not_divide(tiny_folder, tmp_path: Path, name: str) -> None:
-    """Close to the model in floats, by the three bits of E4M3; `auto` is float32 on the CPU."""
+    """Close to the model in floats, by the three bits of E4M3; in float32 it is the same as in bfloat16."""
     source = tiny_folder(name)
     model = load_model(str(fp8_folder(source, tmp_path / "fp8", block=24)), device="cpu", dtype="auto")
     assert model.dtype == torch.float32
+    rounded = load_model(str(tmp_path / "fp8"), device="cpu", dtype="bfloat16").state_dict()
+    assert all(torch.equal(tensor, rounded[key].float()) for key, tensor in model.state_dict().items())
     original = load_model(str(source), device="cpu", dtype="auto").state_dict()
     errors = {
         key: float((tensor - original[key]).norm() / original[key].norm())
@@ -188,20 +193,11 @@ def test_models_in_blocks_that_do_not_divide(tiny_folder, tmp_path: Path, name: 
 
 def test_experts_of_deepseek_v4_in_four_bits(tiny_folder, tmp_path: Path) -> None:
     """Experts as pairs in bytes, the rest in FP8 blocks, with exponents as scales that are called `.scale`."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(tiny_folder("deepseek-v4") / "model.safetensors").items():
-        if ".experts." in name:
-            packed, exponents = e2m1(tensor)
-            tensors[name] = packed.flatten(-2).view(torch.int8)
-            tensors[f"{name.removesuffix('weight')}scale"] = exponents.view(torch.float8_e8m0fnu)
-        elif name.endswith(("wq_a.weight", "wkv.weight")):
-            codes, scales = fp8(tensor, 24, 24)
-            tensors |= {name: codes, f"{name.removesuffix('weight')}scale": scales}
-        else:
-            tensors[name] = tensor
-    assert sum(tensor.dtype == torch.int8 for tensor in tensors.values()) == 2 * 16 * 3
-    entry = {"quant_method": "fp8", "weight_block_size": [24, 24], "scale_fmt": "ue8m0"}
-    folder = rewrite(tiny_folder("deepseek-v4"), tmp_path / "v4", tensors, entry)
+    folder = fp4_folder(tiny_folder("deepseek-v4"), tmp_path / "v4")
+    assert (
+        sum(stored.dtype == torch.int8 for stored in load_file(folder / "model.safetensors").values())
+        == 2 * 16 * 3
+    )
     model = load_model(str(folder), device="cpu", dtype="auto").state_dict()
     for name, tensor in (
         load_model(str(tiny_folder("deepseek-v4")), device="cpu", dtype="auto").state_dict().items()
