@@ -12,7 +12,7 @@ device decide, never timing inside a call.
     | 17 .. 512  | gemm_sm90    | Hopper; all except codebooks of more than 4 bits                                   |
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
-    | 1 .. 16    | trellis_gemv, up to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense above                     |
+    | 1 .. 16    | trellis_gemv, up to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense otherwise                 |
     | any        | torch_fallback, without a GPU                                                                     |
 """
 

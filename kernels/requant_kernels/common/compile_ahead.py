@@ -65,7 +65,7 @@ class Job:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the cache on disk has it."""
+        """Whether it is in the cache on disk."""
         manager: Any = get_cache_manager(hashlib.sha256(self.key.encode()).hexdigest())
         folder = getattr(manager, "cache_dir", None)  # absent in other kinds of cache
         return folder is not None and any(name.startswith("__grp__") for name in os.listdir(folder))

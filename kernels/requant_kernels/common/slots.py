@@ -2,7 +2,7 @@
 
     slot j of 2 S:   token j % S // s,   matrix (j / S) E + expert[j % S]          S = m s slots of m tokens, s experts each
 
-so the gates of all slots come first, then the ups; downs have one part, and a row of activations each. A CTA reads its
+so the gates of all slots come first, then the ups; downs have one part, with a row of activations per slot. A CTA reads its
 expert on the device, so the host never learns it, and a step can be captured as a CUDA graph.
 """
 

@@ -173,7 +173,7 @@ def _tiles_of_codes(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
 
 @gluon.jit
 def _row_operands(scales_ptr, zeros_ptr, own_tiles, lane, SPARSE: gl.constexpr, CONFIG: gl.constexpr):
-    """Operands of the dequantization that belong to the rows for the whole launch."""
+    """Per-row operands of the dequantization, for the whole launch."""
     DEQUANT: gl.constexpr = CONFIG.dequant
     W: gl.constexpr = CONFIG.num_warps
     R: gl.constexpr = CONFIG.tiles
@@ -199,7 +199,7 @@ def _row_operands(scales_ptr, zeros_ptr, own_tiles, lane, SPARSE: gl.constexpr, 
 
 @gluon.jit
 def _group_operands(scales, zeros, q, CONFIG: gl.constexpr):
-    """Operands of the dequantization that belong to the groups of k64_stage q: scales, then zero points."""
+    """Per-group operands of the dequantization of k64_stage q: scales, then zero points."""
     DEQUANT: gl.constexpr = CONFIG.dequant
     W: gl.constexpr = CONFIG.num_warps
     R: gl.constexpr = CONFIG.tiles

@@ -96,7 +96,7 @@ class Dequant:
 
     @property
     def groups(self) -> int:
-        """Scales of a row in a k_tile."""
+        """Scales per row and k_tile."""
         return scales_per_k_tile(self.group)
 
     @property

@@ -196,7 +196,7 @@ def _zero_points(zeros, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_operands(scales_ptr, zeros_ptr, tile, lane, four, CONFIG: gl.constexpr):
-    """Operands of the dequantization that belong to the rows for the whole launch: lookup tables, or one zero point."""
+    """Per-row operands of the dequantization, for the whole launch: lookup tables, or one zero point."""
     rows = ()
     if CONFIG.format.codebook:
         TABLES: gl.constexpr = CONFIG.format.table_registers

@@ -100,7 +100,9 @@ def _gather_round(dtype: str, entry: str, number: int, count: str) -> list[str]:
     for half in range(2):
         if half:
             lines += [f"setp.le.s32 p, {count}, {32 * number + 16};", "@p bra DONE;"]
-        for part in range(2):  # the entries of columns 2 t and 2 t + 1 of the left operand, then 8 further
+        for part in range(
+            2
+        ):  # the entries of columns 2 t and 2 t + 1 of the left operand, then those 8 further
             offset = 128 * number + 64 * half + 32 * part
             # two entries: values in c2 or c3, the index bits that give the row in c4
             lines += [
@@ -133,7 +135,7 @@ def gather_ptx(dtype: str) -> Ptx:
     in an index; sums; the global address of this lane's first entry. Most k_tiles have less than 64 entries; others loop.
     """
     lines = [f"mov.b32 $sums{i}, $before{i};" for i in range(4)]
-    # the row bits of an index are 0xE2: g above four bits, 8 rows more above one
+    # the row bits of an index are 0xE2: g above four fields, rh (8 rows further) above one
     lines += ["mov.b32 row0, $row0;", f"or.b32 row1, row0, {0x2 << 16 | 0x2};"]
     lines += ["st.shared.b32 [$store_at0], $first0;", "st.shared.b32 [$store_at0 + 128], $second0;", SYNCWARP]
     for number, entry in enumerate(("$first0", "$second0")):

@@ -39,7 +39,7 @@ def supports(n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def algorithms(n: int, k: int, device_name: str) -> Algorithms:
-    """Which algorithm to use from which number of tokens on."""
+    """The algorithms to use, each from some number of tokens on."""
     return _table(TABLE).get(device_name, {}).get(f"{n}x{k}", ())
 
 

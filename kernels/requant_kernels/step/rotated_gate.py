@@ -97,7 +97,7 @@ def rotated_gate_kernel(
         first = (tile + t) * 4096 + index_of(lane, warp, BEFORE)
         gate = gate + load_product(gate_ptr, token, first, WIDTH, GATE, FINISH)
         up = up + load_product(up_ptr, token, first, WIDTH, UP, FINISH)
-    if COUNT == 1:  # a tile of each: two at a time
+    if COUNT == 1:  # a tile of each: transform both at once
         both = rotate(gate + up, lane, smem, 0, False, FINISH, False)
         gate, up = both[0:8], both[8:16]
     else:

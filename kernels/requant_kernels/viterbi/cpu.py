@@ -48,7 +48,7 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """None if the call fails, which numba takes as a loop that is not cached: no full disk or damaged file ends a run."""
+    """None if the call fails, which numba takes as a loop that is not cached: a full disk or damaged file ends no run."""
 
     def attempt(*args: Any) -> Any:
         with suppress(Exception):

@@ -44,7 +44,7 @@ PAIR_ERROR: tl.constexpr = tl.constexpr("""{
     fma.rn.f32 a, a, a, $1;
     fma.rn.f32 $0, b, b, a;
 }""")
-UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits makes no NaN
+UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits creates no NaN
 BACK_POINTER_BYTES = 1 << 31  # memory for the back-pointers of the sequences searched at once
 SEQUENCES_PER_CTA = 32  # in the backtracking
 WARPS = 32
