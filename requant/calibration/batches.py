@@ -22,7 +22,7 @@ def batches(
     label: str | None,
     windows_each: int | None = None,
 ) -> Iterator[Int64[Tensor, "c t"]]:
-    """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
+    """Chunks whose logits stay near 1 GB, or of `windows_each` windows, on the model's device, with a progress bar."""
     for chunk in tracked(chunks(windows, model, windows_each), label=label, unit="batches"):
         yield to_device(chunk, next(model.parameters()).device)
 
@@ -47,30 +47,30 @@ def own_chunks(
     *,
     split: bool = True,
 ) -> Sequence[tuple[int, Int64[Tensor, "_ t"]] | None]:
-    """The `rounds` all at once, where the windows lie."""
+    """All of `rounds` at once, on the device of the windows."""
     numbered = list(enumerate(chunks(windows, model, None)))
     return ranks.rounds(numbered) if split else numbered
 
 
 def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[Tensor, "c t"]:
-    """No other has more windows."""
+    """The first of `batches`, and a largest one, on the device of the windows."""
     return chunks(windows, model, None)[0]
 
 
 def bytes_of_logits(model: PreTrainedModel, count: int, length: int) -> int:
-    """Of the largest batch of so many windows, in a backward pass on a GPU, all copies."""
+    """Bytes of all copies of the logits of the largest batch of `count` windows, in a backward pass on a GPU."""
     if model.get_output_embeddings() is None:
         return 0
     return 4 * COPIES_OF_LOGITS * tokens_at_once(model, count, length, gpu=True) * vocabulary_of(model)
 
 
 def tokens_at_once(model: PreTrainedModel, count: int, length: int, *, gpu: bool) -> int:
-    """Of the largest batch of so many windows of `length` tokens."""
+    """Tokens of the largest batch of `count` windows of `length` tokens."""
     return length * min(count, _windows_at_once(model, length, gpu=gpu))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Logits of a token."""
+    """Number of logits per token; an estimate for a model without a head."""
     head = model.get_output_embeddings()
     return 50_000 if head is None else head.weight.shape[0]
 
@@ -78,7 +78,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def chunks(
     windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
 ) -> Sequence[Int64[Tensor, "_ t"]]:
-    """All `batches`, where the windows lie."""
+    """All `batches`, on the device of the windows."""
     gpu = next(model.parameters()).is_cuda
     return windows.split(windows_each or _windows_at_once(model, windows.shape[1], gpu=gpu))
 

@@ -62,9 +62,9 @@ class Exported:
 
 
 def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: str = "auto") -> Exported:
-    """Write `checkpoint` to the new folder `output` as `target`; it appears whole or not at all.
+    """Write `checkpoint` to the new folder `output` as `target`; the folder appears completely or not at all.
 
-    `target` may be a program too: vllm, transformers, llama.cpp (`recipe/readers.py`).
+    `target` may also be a program: vllm, transformers, llama.cpp (`recipe/readers.py`).
     `dtype` is that of all floats in a dense folder (and of what is not quantized in the others); `auto` keeps
     the model's own. Matrices pass through memory one at a time, with at most one shard of them.
 

@@ -54,14 +54,14 @@ def load(
 ) -> Any:
     """The model of a checkpoint, in eval mode.
 
-    `device` is cpu, cuda, cuda:NUMBER, or auto: the GPU where there is one.
-    `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
-    On a GPU the matrices are held as the kernels read them (`requant.inference.convert`), and such a model cannot be saved.
-    With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
-    bit, and faster where no kernel serves the quantized form. `verify_checksums` compares the weight files with
-    checksums.json, which reads them once more. Raises InputError for a device that is not there, and CheckpointError or
-    FileError for a folder that is damaged, foreign or hostile; then no model exists, not even in part. One line of the
-    log (level INFO) says how many matrices were loaded, and whether their files are those that were saved.
+    `device` is cpu, cuda, cuda:NUMBER, or auto: the GPU if there is one. `dtype` is the dtype of activations and of
+    everything that is not quantized; `auto` keeps the checkpoint's. On a GPU the matrices are held in the layout of the
+    kernels (`requant.inference.convert`), and such a model cannot be saved. With `dequantize`, plain layers hold the same
+    floats: as large as the original, the same logits bit for bit, and faster if no kernel supports the quantized form.
+    `verify_checksums` compares the weight files with checksums.json, which means reading them a second time. Raises
+    InputError for a device that is not there, and CheckpointError or FileError for a folder that is damaged, foreign or
+    hostile; then no model exists, not even in part. One line of the log (level INFO) says how many matrices were loaded,
+    and whether their files are those that were saved.
     """
     device, dtype = pick_device(device), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)

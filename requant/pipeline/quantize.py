@@ -149,7 +149,7 @@ def quantize(
     quiet: bool = True,
     **options: Unpack[Options],
 ) -> QuantizedModel:
-    """Quantize a model as the recipe and the options say, and measure what it cost; nothing is written.
+    """Quantize a model according to the recipe and the options, and measure what that costs; nothing is written.
 
         quantize("demo", bits=3)
         quantize("demo", "demo-3bit", method="gptq", group_size=64)
@@ -157,11 +157,11 @@ def quantize(
 
     Args:
         model: a source (folder, hub name, alias, `demo`), or a loaded model, whose weights are then overwritten; None: the
-            recipe's, or `demo`, as the command has it.
+            recipe's model, or `demo`, as in the command.
         recipe: a Recipe, its plain data (a dict as YAML holds it), a YAML file, or the name of a recipe that ships with
             requant; None: the defaults, for which `bits` or `size` must be given.
-        text: calibration text; the same as the option `calibration`.
-        statistics: shared by calls with one model, method and calibration: the first fills it, the others read it.
+        text: calibration text, the same as the option `calibration`.
+        statistics: shared by calls with the same model, method and calibration: the first call fills it, the others read it.
         options: those of the command, under the same names (`recipe/options.py`); they override the recipe.
 
     Raises RequantError.

@@ -34,7 +34,7 @@ IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true
 
 
 def load_recipe(name: str | Path) -> Recipe:
-    """A recipe from a YAML file, or by the name of one that ships with requant."""
+    """A recipe from a YAML file, or by the name of a recipe that ships with requant."""
     path = path_of(name, "a recipe")
     name = str(name)
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one

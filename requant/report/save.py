@@ -24,7 +24,7 @@ def save(
     verdict: SparseVerdict | None = None,
     resumable: bool = False,
 ) -> Path:
-    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all.
+    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; it appears whole or not at all.
 
     `verdict`, of a 2:4 run, goes into the report. `resumable`: see `save_checkpoint`.
     """

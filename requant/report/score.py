@@ -80,7 +80,7 @@ def score(
 ) -> Sensitivities:
     """Score every weight for the change that the recipe's quantizer makes (codes only, no sparse part).
 
-    Model, recipe, text and options are those of `requant.quantize`, but for those of UNUSED, which are refused. With
+    Model, recipe, text and options are those of `requant.quantize`, except those in UNUSED, which are refused. With
     `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
     model = str(model) if isinstance(model, Path) else model
