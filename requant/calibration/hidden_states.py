@@ -181,7 +181,7 @@ def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tens
 
     with (
         torch.enable_grad(),
-        embedding_in_graph(model),
+        in_graph_from(model),
         replaced_forward(block, called),
         suppress(StopForward),
     ):
@@ -190,13 +190,26 @@ def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tens
 
 
 @contextmanager
-def embedding_in_graph(model: PreTrainedModel) -> Iterator[None]:
-    """The embedding's output requires gradients while the context lasts, and so does all that is made of it.
+def in_graph_from(model: PreTrainedModel, block: int = 0) -> Iterator[None]:
+    """What block `block` reads requires gradients while the context lasts, and so does everything computed from it; for
+    the first block that is the embedding's output.
 
     The model is given a copy, since a tensor at which a graph begins cannot be changed in place, as CTRL does to scale it.
     """
-    embedding: Any = model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _m, _inputs, output: output.requires_grad_().clone())
+
+    def begun(hidden: Tensor) -> Tensor:
+        return hidden.requires_grad_().clone()
+
+    def reads(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (begun(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": begun(kwargs["hidden_states"])}
+
+    if block:
+        handle = find_blocks(model)[1][block].register_forward_pre_hook(reads, with_kwargs=True)
+    else:
+        embedding: Any = model.get_input_embeddings()
+        handle = embedding.register_forward_hook(lambda _module, _inputs, output: begun(output))
     try:
         yield
     finally:

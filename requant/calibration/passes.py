@@ -25,7 +25,12 @@ from requant import ranks
 from requant.calibration.batches import first_batch, own_chunks, rounds
 from requant.calibration.block_by_block import Descent, LossOf, backward_block_by_block
 from requant.calibration.exchange import Exchange
-from requant.calibration.hidden_states import Precision, after_blocks, as_it_is, embedding_in_graph
+from requant.calibration.hidden_states import (
+    Precision,
+    after_blocks,
+    as_it_is,
+    in_graph_from,
+)
 from requant.errors import NumericalError
 from requant.models.deterministic import deterministic
 from requant.models.hosted import hosted_blocks
@@ -215,7 +220,7 @@ def backward_pass(
     recomputed, whatever `recompute` says, which None decides by the model's size, and a `descent` goes on where it stopped.
     """
     if hosted_blocks(model) is not None:
-        with embedding_in_graph(model):
+        with in_graph_from(model):
             backward_block_by_block(
                 model,
                 windows,
@@ -228,7 +233,7 @@ def backward_pass(
                 descent=descent,
             )
         return
-    with recomputed_blocks(model, recompute):
+    with recomputed_blocks(model, recompute, first_block=first_block):
         for number, tokens in rounds(windows, model, label=label, split=split):
             if tokens is not None:
                 with precision(tokens):
@@ -282,16 +287,19 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterator[None]:
-    """Activation checkpointing of every transformer block while the context lasts; None decides by model size.
+def recomputed_blocks(
+    model: PreTrainedModel, recompute: bool | None, *, first_block: int = 0
+) -> Iterator[None]:
+    """Activation checkpointing of the transformer blocks from `first_block` on while the context lasts; None decides by
+    model size. Earlier blocks keep nothing: no graph goes through them.
 
     Reentrant, because then the first forward pass builds no graph and a hook on a linear's output sees each token
     once, in the recomputation.
     """
     if recompute is None:
         recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
-    with embedding_in_graph(model), ExitStack() as stack:
-        for block in find_blocks(model)[1] if recompute else ():
+    with in_graph_from(model, first_block), ExitStack() as stack:
+        for block in find_blocks(model)[1][first_block:] if recompute else ():
             stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
 

@@ -4,6 +4,7 @@ from torch.nn import functional
 
 from requant.calibration import passes
 from requant.calibration.batches import batches
+from requant.calibration.hidden_states import in_graph_from
 from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
 from requant.errors import NumericalError
 from requant.models.targets import find_blocks, find_linears
@@ -129,6 +130,38 @@ def test_recompute_is_on_above_a_billion_parameters(tiny_model, monkeypatch) -> 
     monkeypatch.setattr(passes, "RECOMPUTE_ABOVE", 1000)
     with passes.recomputed_blocks(model, None):
         assert "forward" in block.__dict__
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_for_the_last_block_goes_back_no_further(
+    tiny_model, tiny_windows, small_batches, name: str, recompute: bool
+) -> None:
+    """Its gradients are those of a pass through all blocks, bit for bit."""
+    model = tiny_model(name)
+    _, expected, _ = gathered(model, tiny_windows, recompute=recompute)
+    last = max(target.block for target in find_linears(model))
+    members = [target for target in find_linears(model) if target.block == last]
+    found = {target.name: torch.zeros(target.shape) for target in members}
+    graphs: list[bool] = []
+    first = find_linears(model)[0].module
+    handle = first.register_forward_hook(lambda *call: graphs.append(call[-1].requires_grad))
+    gradient_pass(
+        model, tiny_windows, members, lambda target, g: found[target.name].add_(g), recompute=recompute
+    )
+    handle.remove()
+    assert last > 0 and all(torch.equal(found[key], expected[key]) for key in found)
+    assert graphs == [False] * len(tiny_windows)  # computed once a batch, without a graph
+
+
+def test_a_graph_begins_at_hidden_states_that_are_given_by_name(tiny_model) -> None:
+    model = tiny_model("llama")
+    block, hidden = find_blocks(model)[1][1], torch.randn(1, 3, model.config.hidden_size)
+    angles = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    expected = block(hidden, position_embeddings=angles)
+    with in_graph_from(model, 1):
+        found = block(hidden_states=hidden, position_embeddings=angles)
+    assert found.requires_grad and torch.equal(found, expected)
 
 
 def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
