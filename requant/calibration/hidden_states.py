@@ -146,12 +146,17 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
     """Why a model cannot run one block at a time, from cached hidden states; None if it can.
 
     Blocks may read keys and values of earlier ones (Gemma 3n), which are not there then. With `gradients`, they may read
-    inputs that follow from the embedding (Gemma 4's small models) and would need those too.
+    inputs that follow from the embedding (Gemma 4's small models) or what earlier routers computed (ZAYA), and would need
+    the gradients of those too.
     """
     blocks = list(find_blocks(model)[1])
     tokens = torch.ones(1, 4, dtype=torch.int64, device=model.device)
-    if gradients and any(each.requires_grad for each in _beside_hidden_states(model, blocks[0], tokens)):
-        return "every block reads the embedding"
+    beyond = "blocks read more of earlier ones than their hidden states"
+    for block, why in (
+        ((blocks[0], "every block reads the embedding"), (blocks[-1], beyond)) if gradients else ()
+    ):
+        if any(each.requires_grad for each in _beside_hidden_states(model, block, tokens)):
+            return why
     outputs: list[Any] = []
     handle = blocks[max(0, len(blocks) - 2)].register_forward_hook(lambda *given: outputs.append(given[-1]))
     with torch.no_grad():
@@ -168,7 +173,7 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
         finally:
             if (hosted := hosted_blocks(model)) is not None:
                 hosted.release()
-    return None if alike else "blocks read more of earlier ones than their hidden states"
+    return None if alike else beyond
 
 
 def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tensor) -> list[Tensor]:

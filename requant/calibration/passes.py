@@ -30,6 +30,7 @@ from requant.calibration.hidden_states import (
     after_blocks,
     as_it_is,
     in_graph_from,
+    why_not_block_by_block,
 )
 from requant.errors import NumericalError
 from requant.models.deterministic import deterministic
@@ -291,17 +292,24 @@ def recomputed_blocks(
     model: PreTrainedModel, recompute: bool | None, *, first_block: int = 0
 ) -> Iterator[None]:
     """Activation checkpointing of the transformer blocks from `first_block` on while the context lasts; None decides by
-    model size. Earlier blocks keep nothing: no graph goes through them.
+    the model (`recomputes`). Earlier blocks keep nothing: no graph goes through them.
 
     Reentrant, because then the first forward pass builds no graph and a hook on a linear's output sees each token
     once, in the recomputation.
     """
     if recompute is None:
-        recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
+        recompute = recomputes(model)
     with in_graph_from(model, first_block), ExitStack() as stack:
         for block in find_blocks(model)[1][first_block:] if recompute else ():
             stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
+
+
+def recomputes(model: PreTrainedModel) -> bool:
+    """Whether passes recompute a model's blocks: those of a large one, unless they read more than hidden states, to which
+    no gradients would come (Gemma 3n)."""
+    large = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
+    return large and why_not_block_by_block(model, gradients=True) is None
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,6 +164,21 @@ def test_a_graph_begins_at_hidden_states_that_are_given_by_name(tiny_model) -> N
     assert found.requires_grad and torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-per-layer"])
+def test_blocks_that_read_the_embedding_are_not_recomputed(
+    tiny_model, tiny_windows, small_batches, monkeypatch, name: str
+) -> None:
+    """The large ones of these ended in an error of autograd."""
+    model = tiny_model(name)
+    _, expected, _ = gathered(model, tiny_windows, recompute=False)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        gathered(model, tiny_windows, recompute=True)
+    model.requires_grad_(False)
+    monkeypatch.setattr(passes, "RECOMPUTE_ABOVE", 1000)
+    _, found, _ = gathered(model, tiny_windows)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     model.lm_head.weight[0, 0] = float("inf")
