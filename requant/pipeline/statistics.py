@@ -1,0 +1,109 @@
+"""How a run will collect its statistics, from shapes: what they may take of the memory, and in how many passes.
+
+A pass over the text collects the statistics of as many whole blocks as fit half of the memory that is free beside the model,
+leaving room for a batch of the pass, and then for the work on a matrix (`run/quantize_linears.py`). It goes back no further
+than to the first of its blocks:
+
+    operations = forward + share (recomputed forward + backward),    share = blocks from that one on / all blocks
+
+A model on the host takes one pass, which stops between blocks and goes on (`calibration/block_by_block.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from requant import ranks
+from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabulary_of
+from requant.calibration.exchange import exchanged_bytes
+from requant.calibration.experts import share_of_experts
+from requant.calibration.passes import RECOMPUTE_ABOVE
+from requant.models.devices import total_memory
+from requant.models.targets import QuantTarget, find_blocks
+from requant.pipeline.hosting import (
+    block_statistics,
+    largest_block,
+    outside_bytes,
+    parameter_bytes,
+    work_bytes,
+)
+from requant.pipeline.prepare import Outline, Prepared
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Recipe
+from requant.run.quantize_linears import by_block, in_chunks, statistics_budget
+
+HEAP_FACTOR = (
+    1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
+)
+MAPPED_BYTES = 32 << 20  # a block from which on it does
+LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatisticsRoom:
+    """Bytes on a device while statistics are collected, then while codes are made from them."""
+
+    model: int  # its floats, twice if inputs are corrected
+    codes: int  # a byte a weight
+    batch: int  # of a pass: logits and activations, or what goes to other GPUs
+    work: int  # on a matrix
+    statistics: int  # at most, at once; one block's always fit
+
+
+def statistics_room(prepared: Prepared | Outline, recipe: Recipe, device: str) -> StatisticsRoom:
+    """What a run has on a device of a type."""
+    model, codes = parameter_bytes(prepared.model), sum(target.size for target in prepared.targets)
+    if prepared.hosted:
+        model, codes = outside_bytes(prepared.model, prepared.targets) + largest_block(prepared.targets), 0
+    if recipe.calibration.inputs == "corrected":
+        model *= 2
+    needs = find_method(recipe.method).needs
+    batch = bytes_of_logits(prepared.model, *prepared.windows.shape)
+    if device == "cpu":
+        batch = _backward_bytes(prepared)
+    if ranks.count_owners(prepared.targets) > 1:
+        tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=device != "cpu")
+        given = exchanged_bytes(
+            prepared.model, prepared.targets, tokens, needs, kind=device, by_block=prepared.hosted
+        )
+        batch = max(batch, given)  # it is sent when the logits are gone
+    work = work_bytes(prepared.targets, needs)
+    free = total_memory(torch.device(device)) - model - codes
+    budget = statistics_budget(free, work if device == "cpu" else max(work, batch))
+    block = block_statistics(prepared.targets, needs)
+    return StatisticsRoom(
+        model=model, codes=codes, batch=batch, work=work, statistics=max(block, round(budget))
+    )
+
+
+def statistics_passes(
+    prepared: Prepared | Outline, recipe: Recipe, device: str, targets: Sequence[QuantTarget]
+) -> list[float]:
+    """The passes that the statistics of these matrices take: of each the share of blocks that it goes back through."""
+    if prepared.hosted:
+        return [1.0]
+    budget = statistics_room(prepared, recipe, device).statistics
+    blocks = len(find_blocks(prepared.model)[1])
+    chunks = in_chunks(targets, find_method(recipe.method).needs, budget)
+    return [1 - chunk[0].block / blocks for chunk in chunks]
+
+
+def _backward_bytes(prepared: Prepared | Outline) -> int:
+    """Logits, inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed.
+
+    Most of these are small blocks, made and freed in turn, between which gaps remain.
+    """
+    tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=False)
+    vocabulary = vocabulary_of(prepared.model)
+    share = share_of_experts(prepared.model, prepared.targets)
+    floats = [
+        sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)
+        for members in by_block(prepared.targets)
+    ]
+    parameters = sum(p.numel() for p in prepared.model.parameters())
+    activations = 4 * tokens * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
+    logits = LOGIT_BYTES * tokens * vocabulary
+    if 4 * tokens * vocabulary <= MAPPED_BYTES:
+        logits *= HEAP_FACTOR
+    return round(logits + HEAP_FACTOR * activations)
