@@ -18,6 +18,7 @@ from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
+from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.finetune.final import trains_by_block
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
@@ -26,6 +27,7 @@ from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.hosting import hosted_bytes, parameter_bytes
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
+from requant.pipeline.statistics import statistics_passes
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
@@ -69,7 +71,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     if recipe.trains_in_rounds:
         yield from costs.rounds()
     else:
-        yield Stage(name="codes", kind="codes", seconds=costs.statistics_left + costs.codes(prepared.targets))
+        yield costs.making_codes("codes", prepared.targets, kept=costs.kept)
     if recipe.mode == "paper":
         yield from costs.sparse_part()
     if recipe.mode == "sparse" and costs.steps:
@@ -96,23 +98,34 @@ class _Costs:
         self.threads = torch.get_num_threads() if device == "cpu" else 1
         # to the GPU, in a pass over the blocks
         self.brought = hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
-        needs = self.method.needs
-        gradients = len(needs & {"fisher", "output_hessian"}) * self.backward(self.windows)
+        self.parallel = recipe.calibration.inputs == "original"  # not with earlier matrices quantized
         self.inputs = (
-            len(needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * self.forward(self.windows)
+            len(self.method.needs & {"hessian"})
+            * FORWARDS[recipe.calibration.inputs]
+            * self.forward(self.windows)
         )
-        if recipe.calibration.inputs == "original" and one_pass_suffices(needs):
+        if self.parallel and one_pass_suffices(self.method.needs):
             self.inputs = 0.0
-        self.statistics = gradients + self.inputs
-        # those that the allocation has not collected already
-        self.statistics_left = self.statistics - (self.statistics if has_budget(recipe) else 0.0)
+        # whether the codes need not wait for statistics, since the allocation's came from one pass
+        self.kept = has_budget(recipe) and len(self._passes(prepared.targets)) == 1
         self.by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
 
     def forward(self, tokens: int) -> float:
         return 2 * self.parameters * tokens / self.rate + self.brought
 
-    def backward(self, tokens: int) -> float:
-        return 3 * 2 * self.parameters * tokens / self.rate + 2 * self.brought
+    def backward(self, tokens: int, share: float = 1.0) -> float:
+        """Through all blocks, and back through a share of them, which large models compute once more for that."""
+        back = 3 if self.parameters >= RECOMPUTE_ABOVE else 2
+        return 2 * self.parameters * tokens / self.rate * (1 + back * share) + 2 * self.brought
+
+    def statistics(self, targets: Sequence[QuantTarget]) -> float:
+        passes = self._passes(targets)
+        gradients = sum(self.backward(self.windows, share) for share in passes)
+        gradients *= len(self.method.needs & {"fisher", "output_hessian"})
+        return gradients + self.inputs * (len(passes) if self.parallel else 1)
+
+    def _passes(self, targets: Sequence[QuantTarget]) -> list[float]:
+        return statistics_passes(self.prepared, self.recipe, self.device, targets)
 
     def codes(self, targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)
@@ -128,7 +141,13 @@ class _Costs:
             "pqi": all_codes + self.nodes * self.backward(min(self.windows, PQI_TOKENS)),
         }
         more = predictor[self.recipe.budget.predictor]
-        return Stage(name="allocation", kind="statistics", seconds=self.statistics + more, bars=0)
+        seconds = self.statistics(self.prepared.targets) + more
+        return Stage(name="allocation", kind="statistics", seconds=seconds, bars=0)
+
+    def making_codes(self, name: str, targets: Sequence[QuantTarget], *, kept: bool) -> Stage:
+        """With their statistics, unless they are `kept`."""
+        seconds = self.codes(targets) + (0.0 if kept else self.statistics(targets))
+        return Stage(name=name, kind="codes", seconds=seconds)
 
     def own_text(self) -> Stage:
         prepared, length = self.prepared, self.prepared.train_windows.shape[1]
@@ -158,8 +177,7 @@ class _Costs:
         for index, members in enumerate(rounds):
             still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
-            seconds = self.codes(members) + (self.statistics if index else self.statistics_left)
-            yield Stage(name=f"{name}, codes", kind="codes", seconds=seconds)
+            yield self.making_codes(f"{name}, codes", members, kept=self.kept and not index)
             if index + 1 < len(rounds):
                 yield self.training(f"{name}, training", still_open, by_block=self.by_block)
 

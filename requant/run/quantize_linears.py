@@ -352,7 +352,14 @@ def chunks_that_fit(
         given = exchanged_bytes(run.model, targets, tokens, needs, kind=kind, by_block=hosted)
         batch = max(batch, given)  # it is sent when the logits are gone
     beside = max(beside, batch)
-    budget = statistics_budget(free, beside)
+    return in_chunks(targets, needs, statistics_budget(free, beside))
+
+
+def in_chunks(
+    targets: Sequence[QuantTarget], needs: frozenset[str], budget: float
+) -> list[list[QuantTarget]]:
+    """The targets in chunks of whole blocks, as many as have statistics of at most `budget` bytes on every rank; one at
+    least."""
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):

@@ -19,6 +19,7 @@ from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _training_memory
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import outline, prepare
 from requant.pipeline.schedule import expected_stages
+from requant.pipeline.statistics import statistics_passes
 from requant.quantizers.registry import METHODS
 from requant.quantizers.table_trellis import TRELLIS
 from requant.recipe.defaults import default_recipe
@@ -265,6 +266,30 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
     assert untrained <= by_block < limit and whole > 2 * by_block
 
 
+def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch) -> None:
+    """Four of an 8B shape on 80 GB, as an H100 took; each goes back to the first of its blocks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = save_shape("8b", tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+    rounds = rounds_of(shaped.targets, shaped.recipe.finetune.rounds)
+    stages = {}
+    for memory, passes in ((79, 4), (300, 1)):
+        monkeypatch.setattr(
+            "requant.pipeline.statistics.total_memory", lambda _device, memory=memory: memory << 30
+        )
+        shares = statistics_passes(shaped, shaped.recipe, "cuda", shaped.targets)
+        assert len(shares) == passes and shares[0] == 1 and shares == sorted(shares, reverse=True)
+        assert statistics_passes(shaped, shaped.recipe, "cuda", rounds[3]) == [
+            0.5
+        ]  # the second half of the blocks
+        stages[memory] = {each.name: each.seconds for each in expected_stages(shaped, shaped.recipe, "cuda")}
+    assert stages[79]["allocation"] > 2 * stages[300]["allocation"]
+    # its statistics of the first round are not kept where they took several passes
+    assert stages[79]["round 1 of 6, codes"] > 2 * stages[300]["round 1 of 6, codes"]
+    assert stages[79]["round 2 of 6, codes"] == stages[300]["round 2 of 6, codes"]
+
+
 @pytest.mark.parametrize(
     ("shape", "memory", "fits"),
     [("70b", 80, 62), ("8b", 24, 20), ("8b", 16, None), ("8b", 40, 28), ("3b", 12, 11.5)],
@@ -274,7 +299,7 @@ def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
 ) -> None:
     """At the end only; in GiB."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for place in ("hosting", "completion", "memory", "plan"):
+    for place in ("hosting", "completion", "memory", "plan", "statistics"):
         monkeypatch.setattr(f"requant.pipeline.{place}.total_memory", lambda _device: memory << 30)
     source = save_shape(shape, tmp_path)
     recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
