@@ -119,7 +119,7 @@ def test_training_has_windows_that_the_model_wrote_in_front_of_the_texts(
     written = run_summary(result, tmp_path / "out")
     assert (written.training_windows, written.own_windows) == (len(text), 5)
     assert (
-        f"Training drew on {len(text):,} windows of that text and 5 that the original wrote itself."
+        f"Training used {len(text):,} windows of that text and 5 that the original model wrote itself."
         in render_report(written)
     )
     monkeypatch.setattr(
