@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -32,6 +33,7 @@ from requant import ranks
 from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.batches import rounds
 from requant.calibration.passes import recomputed_blocks
+from requant.finetune.best_values import BestValues
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
 from requant.finetune.divided import Part
@@ -143,27 +145,16 @@ def train(
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
     batch_tokens = len(windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
-    best_kl = math.inf
     # of a model that is large beside its GPU on the host
     best_on = torch.device("cpu") if isinstance(teacher, HeadTeacher) else None
-
-    def copied() -> list[Tensor]:
-        return [tensor.detach().to(best_on or tensor.device, copy=True) for tensor in tensors]
-
-    best = copied() if val_windows is not None else tensors
-    micro_batch = None
-    if isinstance(teacher, HeadTeacher):
-        coded = {weight.parameter for weight in derived} & {target.parameter for target in run.targets}
-        elsewhere = coded.union(divided_among_ranks(run.model, trainables))
-        widened = [p for p in run.model.parameters() if p not in elsewhere]
-        models, recompute = (run.model,), False
-    else:
+    best = BestValues(tensors, validated=val_windows is not None, on=best_on)
+    micro_batch, models, recompute = None, [run.model], False
+    if isinstance(teacher, Teacher):
         micro_batch = micro_batch_that_fits(
             run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
         )
         hidden_weight = hidden_weight and _usable(hidden_weight, teacher)
-        widened: Sequence[Tensor] = ()
-        models, recompute = (run.model, teacher.model), None if micro_batch is None else False
+        models, recompute = [run.model, teacher.model], None if micro_batch is None else False
 
     def micro_batches(step: int) -> list[MicroBatch]:
         chosen = windows_of_step(count, length, step, settings, run.recipe.seed)
@@ -178,7 +169,7 @@ def train(
         ExitStack() as stack,
         deterministic(run.model),
         nullcontext() if hosted is None else hosted.bypassed(),
-        single_precision(widened),
+        single_precision(_widened(run, teacher, trainables, derived)),
         fused(models, settings.num_steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
@@ -197,21 +188,16 @@ def train(
             # also after an error: what `fused` put beneath them can only be taken away when they are gone
             replaced.callback(training_step.forwards.close)
         else:
+            loss = partial(
+                loss_sum,
+                run.model,
+                teacher,
+                kl_of=kl_of,
+                distillation=distillation,
+                hidden_weight=hidden_weight,
+            )
             training_step = TrainingStep(
-                lambda *batch: (
-                    loss_sum(
-                        run.model,
-                        teacher,
-                        *batch,
-                        kl_of=kl_of,
-                        distillation=distillation,
-                        hidden_weight=hidden_weight,
-                    )
-                    / batch_tokens
-                ),
-                trainables,
-                derived,
-                optimizer,
+                lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer
             )
 
         def measured(windows: Int64[Tensor, "h t"]) -> float:
@@ -220,25 +206,21 @@ def train(
             assert isinstance(teacher, Teacher)
             return mean_kl(run.model, teacher, windows)
 
-        def state() -> dict[str, Tensor | Part]:
-            kept = {} if best is tensors else numbered("best", best)
-            return {**training_step.state(), **numbered("buffer", buffers), **kept}
-
         resumed = saved.take()
         done = 0 if resumed is None else resumed.value["step"]
         if resumed is not None:
-            best_kl = resumed.value["best_kl"]
+            best.restore(resumed.value["best_kl"], resumed.tensors)
             restore(buffers, "buffer", resumed.tensors)
             training_step.restore(resumed.tensors)
-            if "best.0" in resumed.tensors:
-                restore(best, "best", resumed.tensors)
-            else:  # the last step is done
-                best = tensors
             if isinstance(teacher, Teacher):
                 for step in range(settings.num_steps if saved.round else done):
                     micro_batches(step)  # its states as they were cached, in the same batches
         elif val_windows is not None:
-            best_kl = measured(val_windows)
+            best.kl = measured(val_windows)
+
+        def state() -> dict[str, Tensor | Part]:
+            return {**training_step.state(), **numbered("buffer", buffers), **best.state()}
+
         pace = Pace(run.model.device)
         bar = stack.enter_context(
             counted(settings.num_steps, label=run.label("training"), unit="steps", done=done)
@@ -254,18 +236,15 @@ def train(
             last = step + 1 == settings.num_steps
             if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
                 kl_now = measured(val_windows)
-                if kl_now < best_kl:
-                    best_kl, best = kl_now, copied()
-                shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
+                best.offer(kl_now)
+                shown |= {"kl": f"{kl_now:.4f}", "best": f"{best.kl:.4f}"}
             bar.update(notes=shown)
             if interrupts or (saved.due and not last):
-                saved.save(state, step=step + 1, best_kl=best_kl)
+                saved.save(state, step=step + 1, best_kl=best.kl)
             if interrupts:
                 raise KeyboardInterrupt
         training_step.close()
-    with torch.no_grad():
-        for tensor, value in zip(tensors, best, strict=True):
-            tensor.copy_(value)
+    best.apply()
     ranks.copy_from(0, tensors)  # what ranks computed alike is then alike to the last bit
     for weight in derived:
         weight.apply()
@@ -273,8 +252,23 @@ def train(
         saved.save(
             lambda: {**training_step.state(optimizer=False), **numbered("buffer", buffers)},
             step=settings.num_steps,
-            best_kl=best_kl,
+            best_kl=best.kl,
         )
+
+
+def _widened(
+    run: RunContext,
+    teacher: Teacher | HeadTeacher,
+    trainables: Sequence[TrainableTensor],
+    derived: Sequence[ReparametrizedWeight],
+) -> list[Tensor]:
+    """The parameters that training block by block holds in float32: all but matrices that exist only while their block is
+    computed. A model that is trained as a whole is in float32 already."""
+    if isinstance(teacher, Teacher):
+        return []
+    coded = {weight.parameter for weight in derived} & {target.parameter for target in run.targets}
+    elsewhere = coded.union(divided_among_ranks(run.model, trainables))
+    return [p for p in run.model.parameters() if p not in elsewhere]
 
 
 @contextmanager
