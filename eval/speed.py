@@ -57,7 +57,8 @@ from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
 from requant.pipeline.completion import with_steps
 from requant.pipeline.memory import expected_memory
-from requant.pipeline.prepare import outline, prepare, start
+from requant.pipeline.outline import outline
+from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
 from requant.recipe.options import parse_size

@@ -139,8 +139,9 @@ def quantize(
         if memory is not None:
             limit_gpu_memory(memory, own_device)
         with importing():
+            from requant.pipeline.outline import outline
             from requant.pipeline.plan import make_plan
-            from requant.pipeline.prepare import outline, prepare
+            from requant.pipeline.prepare import prepare
             from requant.pipeline.quantize import quantize
             from requant.report.save import save
             from requant.report.summary import result_numbers, result_rows

@@ -16,7 +16,8 @@ from requant.pipeline.hosting import (
     matrix_bytes,
     outside_bytes,
 )
-from requant.pipeline.prepare import Outline, Prepared
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import Prepared
 from requant.pipeline.schedule import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.pipeline.statistics import statistics_room
 from requant.quantizers.registry import find_method

@@ -26,7 +26,8 @@ from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import HOSTED, hosted_bytes
 from requant.pipeline.memory import expected_memory, host_memory
-from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.schedule import count_gpus, expected_seconds, goes_by_block, tokens_of_step
 from requant.recipe.schema import Recipe

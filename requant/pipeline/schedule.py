@@ -26,7 +26,8 @@ from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.hosting import hosted_bytes, parameter_bytes
-from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
 from requant.pipeline.statistics import statistics_passes
 from requant.progress import Stage
 from requant.quantizers.registry import find_method

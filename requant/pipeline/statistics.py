@@ -28,7 +28,8 @@ from requant.pipeline.hosting import (
     parameter_bytes,
     work_bytes,
 )
-from requant.pipeline.prepare import Outline, Prepared
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import Prepared
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.quantize_linears import by_block, in_chunks, statistics_budget

@@ -308,7 +308,7 @@ import requant.pipeline.prepare as prepare
 from requant.cli import main
 
 on = sys.argv.pop(1) == "hosted"
-prepare._hosts = lambda *_, **__: on
+prepare.stays_on_host = lambda *_, **__: on
 main()
 """
 

@@ -235,7 +235,7 @@ def test_a_loaded_model_whose_folder_is_gone(
 def test_what_does_not_go_with_a_model_is_refused(tiny_folder, tokenizer, monkeypatch) -> None:
     source = str(tiny_folder("llama"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    monkeypatch.setattr("requant.pipeline.prepare.find_linears", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr("requant.pipeline.targets.find_linears", lambda *_, **__: pytest.fail("worked"))
     for given, arguments, sentence in (
         (source, {"tokenizer": tokenizer}, "tokenizer= goes with a loaded model"),
         (source, {"tokenizer": "gpt2"}, "must be a tokenizer of transformers, not str"),

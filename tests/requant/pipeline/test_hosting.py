@@ -15,8 +15,9 @@ from requant.errors import NumericalError, RecipeError
 from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.pipeline.hosting import least_memory
+from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
-from requant.pipeline.prepare import outline, prepare, start
+from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import find_method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
@@ -233,7 +234,7 @@ import requant.pipeline.prepare as prepare
 import requant.run.quantize_linears as quantize_linears
 from requant.cli import main
 
-prepare._hosts = lambda *_, **__: True
+prepare.stays_on_host = lambda *_, **__: True
 quantize_linears.free_memory = lambda _device: 1  # a part a block
 main()
 """

@@ -16,8 +16,9 @@ from requant.checkpoint.sizes import byte_table
 from requant.finetune.memory import training_bytes
 from requant.pipeline.completion import FITS_RESIDENT
 from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _training_memory
+from requant.pipeline.outline import outline
 from requant.pipeline.plan import Plan, make_plan
-from requant.pipeline.prepare import outline, prepare
+from requant.pipeline.prepare import prepare
 from requant.pipeline.schedule import expected_stages
 from requant.pipeline.statistics import statistics_passes
 from requant.quantizers.registry import METHODS

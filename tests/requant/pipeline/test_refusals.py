@@ -9,7 +9,8 @@ from filelock import FileLock
 import requant
 from requant.errors import InputError, ModelError, NumericalError, OutputError, RecipeError, TextError
 from requant.models.devices import pick_device
-from requant.pipeline.prepare import outline, prepare
+from requant.pipeline.outline import outline
+from requant.pipeline.prepare import prepare
 from requant.recipe.schema import Calibration, Evaluation
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
