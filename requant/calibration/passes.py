@@ -30,7 +30,6 @@ from requant.calibration.hidden_states import (
     after_blocks,
     as_it_is,
     in_graph_from,
-    why_not_block_by_block,
 )
 from requant.errors import NumericalError
 from requant.models.deterministic import deterministic
@@ -292,33 +291,39 @@ def recomputed_blocks(
     model: PreTrainedModel, recompute: bool | None, *, first_block: int = 0
 ) -> Iterator[None]:
     """Activation checkpointing of the transformer blocks from `first_block` on while the context lasts; None decides by
-    the model (`recomputes`). Earlier blocks keep nothing: no graph goes through them.
+    model size. Earlier blocks keep nothing: no graph goes through them.
 
     Reentrant, because then the first forward pass builds no graph and a hook on a linear's output sees each token
-    once, in the recomputation.
+    once, in the recomputation. Blocks that read more than hidden states with gradients (Gemma 3n: per-layer embeddings;
+    ZAYA: what earlier routers computed) are not recomputed: no gradients would come to the rest.
     """
     if recompute is None:
-        recompute = recomputes(model)
+        recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
     with in_graph_from(model, first_block), ExitStack() as stack:
         for block in find_blocks(model)[1][first_block:] if recompute else ():
             stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
 
 
-def recomputes(model: PreTrainedModel) -> bool:
-    """Whether passes recompute a model's blocks: those of a large one, unless they read more than hidden states, to which
-    no gradients would come (Gemma 3n)."""
-    large = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
-    return large and why_not_block_by_block(model, gradients=True) is None
-
-
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _in_graph((*args, *kwargs.values())):
+            return forward(hidden, *args, **kwargs)
         return checkpoint(
             lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True, preserve_rng_state=False
         )  # nothing is random here, and a state cannot be read while a CUDA graph is captured
 
     return run
+
+
+def _in_graph(values: Sequence[Any]) -> bool:
+    """Whether a tensor among these, or in a tuple or list of them, takes a gradient."""
+    return any(
+        value.requires_grad
+        if isinstance(value, Tensor)
+        else isinstance(value, tuple | list) and _in_graph(value)
+        for value in values
+    )
 
 
 def _exchange(targets: Sequence[QuantTarget], use: Callable[..., None], *, to_owners: bool) -> Exchange:
