@@ -84,7 +84,7 @@ def statistics_passes(
     """The passes that the statistics of these matrices take: of each the share of blocks that it goes back through."""
     if prepared.hosted:
         return [1.0]
-    budget = statistics_room(prepared, recipe, device).statistics
+    budget = float(statistics_room(prepared, recipe, device).statistics)
     blocks = len(find_blocks(prepared.model)[1])
     chunks = in_chunks(targets, find_method(recipe.method).needs, budget)
     return [1 - chunk[0].block / blocks for chunk in chunks]
