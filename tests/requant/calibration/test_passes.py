@@ -1,12 +1,16 @@
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from eval.tiny_configs import tiny_config
 from requant.calibration import passes
 from requant.calibration.batches import batches
-from requant.calibration.hidden_states import in_graph_from
+from requant.calibration.hidden_states import in_graph_from, why_not_block_by_block
 from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
 from requant.errors import NumericalError
+from requant.models.experts import unfuse_experts
 from requant.models.targets import find_blocks, find_linears
 
 ARCHITECTURES = ("llama", "llama-bias", "gemma3", "phi3", "opt", "gpt2", "gpt-neox", "ctrl")
@@ -170,6 +174,22 @@ def test_blocks_that_read_the_embedding_are_not_recomputed(
 ) -> None:
     """The large ones of these ended in an error of autograd."""
     model = tiny_model(name)
+    _, expected, _ = gathered(model, tiny_windows, recompute=False)
+    _, found, _ = gathered(model, tiny_windows, recompute=True)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="is not in this transformers")
+def test_blocks_that_read_what_earlier_routers_computed_are_not_recomputed(
+    tiny_windows, small_batches
+) -> None:
+    """Nor trained block by block: the first block of ZAYA reads hidden states alone, later ones do not."""
+    torch.manual_seed(0)
+    config = tiny_config("zaya", 512)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    unfuse_experts(model)
+    assert why_not_block_by_block(model, gradients=False) is None
+    assert "read more of earlier ones" in str(why_not_block_by_block(model, gradients=True))
     _, expected, _ = gathered(model, tiny_windows, recompute=False)
     _, found, _ = gathered(model, tiny_windows, recompute=True)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
