@@ -1,7 +1,17 @@
 """What the tests of embeddings and heads in codes share."""
 
-import torch
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import requant
+from requant.errors import CheckpointError
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 
@@ -23,3 +33,14 @@ def recipe_of(method: str = "rtn", **budget) -> Recipe:
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits
+
+
+def check_refused(source: Path, copy: Path, change: Callable[[Any, Any], None], message: str) -> None:
+    """A checkpoint whose config.json and quantization_config `change` has altered is refused by both ways to load it."""
+    shutil.copytree(source, copy, dirs_exist_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    change(config, config["quantization_config"])
+    (copy / "config.json").write_text(json.dumps(config))
+    for load in (requant.load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            load(copy)

@@ -12,6 +12,8 @@ from requant.errors import CheckpointError
 from requant.formats.codebook import CodebookSpec
 from requant.formats.packed_spec import PackedSpec
 
+from .embeddings import check_refused
+
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 
 
@@ -67,13 +69,7 @@ class TestHostile:
     def refuse(self, make, tmp_path: Path):
         def run(change, message: str, name: str = "llama-tied", **budget) -> None:
             source = make(name, **(budget or {"head_bits": 8}))[1]
-            path = Path(shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True))
-            config = json.loads((path / "config.json").read_text())
-            change(config, config["quantization_config"])
-            (path / "config.json").write_text(json.dumps(config))
-            for load in (requant.load, AutoModelForCausalLM.from_pretrained):
-                with pytest.raises(CheckpointError, match=message):
-                    load(path)
+            check_refused(Path(source), tmp_path / "copy", change, message)
 
         return run
 

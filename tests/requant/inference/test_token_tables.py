@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ import requant
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError, ModelError
+from requant.errors import ModelError
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
+
+from .embeddings import check_refused
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 
@@ -163,13 +164,7 @@ class TestHostile:
     def refuse(self, make, tmp_path: Path):
         def run(change, message: str, name: str = "gemma3n") -> None:
             source = make(name, head_bits=8, embedding_bits=8)[1]
-            path = Path(shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True))
-            config = json.loads((path / "config.json").read_text())
-            change(config, config["quantization_config"])
-            (path / "config.json").write_text(json.dumps(config))
-            for load in (requant.load, AutoModelForCausalLM.from_pretrained):
-                with pytest.raises(CheckpointError, match=message):
-                    load(path)
+            check_refused(Path(source), tmp_path / "copy", change, message)
 
         return run
 
