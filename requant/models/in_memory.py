@@ -19,8 +19,8 @@ def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
     check_head(model)
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(
-            f"this {type(model).__name__} is quantized already; give the original model, or, of FP8 and MXFP4, one that "
-            "transformers loaded with dequantize=True."
+            f"this {type(model).__name__} is quantized already; give the original model or, for FP8 and MXFP4, one "
+            "that transformers loaded with dequantize=True."
         )
     if device != "auto":
         wanted = torch.device(pick_device(device))

@@ -68,8 +68,8 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
     if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):
         raise ModelError(  # codes would be taken for weights
-            f"{path}: the weight files hold scales ({scales[0]}), but config.json has no quantization_config that says of "
-            "what; download the model again."
+            f"{path}: the weight files hold scales ({scales[0]}), but config.json has no quantization_config to "
+            "say what they scale; download the model again."
         )
     if moved:
         model.to(device)
@@ -104,7 +104,7 @@ def _dequantized(path: str, config: Any, dtype: str) -> Any:
             f"{path} cannot be loaded (there are no safetensors files); download the model again."
         )
     logger.warning(
-        "the weight files of %s hold %s: they are read as %s, and that is the original.",
+        "the weight files of %s hold %s; they are read as %s, which counts as the original.",
         path,
         FORMATS[method],
         str(own).removeprefix("torch."),

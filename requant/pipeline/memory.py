@@ -40,7 +40,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     codes are on the host. Statistics are collected in as many passes as keep them below half of the free memory and leave
     room for a pass, and then for the working memory of coding a matrix: factors of Hessians, which count if layers are
     wide. Training is added up in `finetune/memory.py`. On a CPU the whole process counts: its programs, the code of
-    numba's loops, logits and activations of a backward pass with the gaps between them (`_backward_bytes`), and what
+    numba's loops, logits and activations of a backward pass with the gaps between them (`statistics.py`), and what
     tokenizing the texts leaves behind, or takes if that is more. Each of several GPUs holds the statistics of its own
     matrices, in mode `paper` their scores, and what a batch contributes to all matrices, on its way to their owners.
     """
