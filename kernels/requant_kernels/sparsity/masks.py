@@ -56,7 +56,7 @@ def _joined(first, second, third, fourth, SIZE: tl.constexpr):
 
 @triton.jit
 def _finite(scores, LARGEST: tl.constexpr, NAN: tl.constexpr):
-    """Scores in float32, clamped to LARGEST, with NAN in place of NaN."""
+    """Scores in float32, clamped to LARGEST; NaN becomes NAN."""
     scores = scores.to(tl.float32)
     clamped = tl.minimum(tl.maximum(scores, -LARGEST), LARGEST)
     return tl.where(scores == scores, clamped, NAN)
