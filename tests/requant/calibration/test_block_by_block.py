@@ -10,9 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from requant.calibration.batches import own_chunks
 from requant.calibration.block_by_block import Descent
 from requant.calibration.collect import collect
+from requant.calibration.hidden_states import why_not_block_by_block
 from requant.calibration.passes import gradient_pass
 from requant.models.hosted import HostedMatrix, hosted_blocks
-from requant.models.targets import find_linears, keep_on_host
+from requant.models.targets import find_blocks, find_linears, keep_on_host
 
 BLOCKS, WIDTH = 6, 32
 NEEDS = frozenset({"hessian", "output_hessian"})
@@ -96,6 +97,18 @@ def test_a_pass_goes_on_where_it_stopped(
         sum(loads.values()) * BLOCKS / len(targets)
     )  # that came: twice each if nothing were computed again
     assert blocks - 2 * BLOCKS == again
+
+
+def test_asking_for_gradients_brings_one_block_alone(model) -> None:
+    """A graph over several blocks would keep the matrices of all of them on the GPU."""
+    keep_on_host(model, find_linears(model), "cpu")
+    in_graph: list[int] = []
+    for index, block in enumerate(find_blocks(model)[1]):
+        block.register_forward_hook(
+            lambda *_, index=index: in_graph.append(index) if torch.is_grad_enabled() else None
+        )
+    assert why_not_block_by_block(model, gradients=True) is None
+    assert in_graph == [0]
 
 
 def test_without_room_there_is_no_such_pass(model, tiny_windows, room) -> None:
