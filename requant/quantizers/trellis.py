@@ -266,7 +266,11 @@ def two_sided_block_ldlq(
     down: Float[Tensor, "r r"],
     config: TrellisConfig,
 ) -> UInt8[Tensor, "r c"]:
-    """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other."""
+    """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other.
+
+    Down an anti-diagonal rows ascend and columns descend. A is kept with its rows of tiles in reverse, B with its columns, so
+    that what an anti-diagonal feeds back to is a slice of each, updated in place.
+    """
     r, c = target.shape[0] // TILE, target.shape[1] // TILE
     values = code_values(config.code, target.device)
     left = target.view(r, TILE, c, TILE).permute(0, 2, 1, 3)  # tiles [r, c, 16, 16]
@@ -275,14 +279,19 @@ def two_sided_block_ldlq(
     across_rows, down_rows = across.view(c, TILE, c * TILE), down.view(r, TILE, r * TILE)
     codes = torch.empty(r, c, TILE * TILE, dtype=torch.uint8, device=target.device)
     for diagonal in range(r + c - 2, -1, -1):
-        i = torch.arange(max(0, diagonal - c + 1), min(r - 1, diagonal) + 1, device=target.device)
+        top, bottom = max(0, diagonal - c + 1), min(r - 1, diagonal)
+        first, last = diagonal - bottom, diagonal - top
+        i = torch.arange(top, bottom + 1, device=target.device)
         j = diagonal - i
-        fed = a.view(r, TILE, c, TILE)[i, :, j]
-        wanted = left[i, j] + fed + b.view(c, r, TILE, TILE)[j, i]
+        fed = a.view(r, TILE, c, TILE)[r - 1 - i, :, j]
+        wanted = left[i, j] + fed + b.view(c, r, TILE, TILE)[c - 1 - j, i]
         codes[i, j], found = code_tiles(wanted.flatten(1), values, config.bits)
         error = left[i, j] - found.view(-1, TILE, TILE)
-        a[i] += error @ across_rows[j]
-        b[j] += down_rows[i].mT @ (error + fed)
+        columns, rows = slice(last * TILE), slice(bottom * TILE)  # beyond them L and M have nothing
+        to_a = a[r - 1 - bottom : r - top, :, columns]
+        to_a.baddbmm_(error.flip(0), across_rows[first : last + 1, :, columns])
+        to_b = b[c - 1 - last : c - first, rows]
+        to_b.baddbmm_(down_rows[top : bottom + 1, :, rows].mT, error + fed)
     return from_tiles(codes.flatten(0, 1), (r * TILE, c * TILE))
 
 
