@@ -11,8 +11,8 @@ with p = PRIOR times what is planned for the kind, or for the whole run: a first
 waited for a compiler, says little about hours.
 
 On a terminal tqdm redraws the line in place and removes it at the end. Elsewhere a line is written at most once per minute.
-Every stage, and a line per minute, is logged as well, for `--log-file`. If no run is displayed, `counted` and `tracked` draw
-a plain bar on a terminal: they do not know what they are part of.
+For `--log-file` every stage is logged as well, a line per minute, and what each stage and each of its counters took. If no
+run is displayed, `counted` and `tracked` draw a plain bar on a terminal: they do not know what they are part of.
 """
 
 import logging
@@ -147,6 +147,9 @@ class Display:
         if self.present is not None:
             self.present.seconds = time.monotonic() - self.present.start
             self.passed.append(self.present)
+            planned = self.present.stage
+            expected = f", {planned.seconds:.1f} s planned" if planned is not None and planned.seconds else ""
+            logger.info("%s%s took %.1f s%s", self.title, self.name, self.present.seconds, expected)
         self.present = None
 
     def refresh(self, *, force: bool = False) -> None:
@@ -270,6 +273,7 @@ def display(*, shown: bool) -> Iterator[Display]:
         try:
             yield _display
         finally:
+            _display.close_stage()
             _display = None
 
 
@@ -307,9 +311,11 @@ def counted(total: int, *, label: str | None, unit: str, done: int = 0) -> Itera
         return
     run.counters.append(counter)
     run.refresh()
+    begun = time.monotonic()
     try:
         yield counter
     finally:
+        logger.info("%s: %s in %.1f s", counter.label, counter.text, time.monotonic() - begun)
         run.counters.remove(counter)
         if not run.counters and run.present is not None:
             run.present.bars += 1

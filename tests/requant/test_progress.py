@@ -187,6 +187,21 @@ def test_elsewhere_short_stages_have_their_line_too(clock, capsys) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+def test_a_log_says_what_stages_and_their_counters_took(clock, caplog) -> None:
+    """Beside what was planned, so that a plan that is wrong can be mended from the log of one run."""
+    with caplog.at_level(logging.INFO, logger="requant.progress"), progress.display(shown=False):
+        progress.enter("loading")
+        clock[0] += 2.0
+        progress.expect(PLANNED, memory=None)
+        run_stage(clock, "statistics", 30.0)
+        clock[0] += 1.5
+    assert [record.getMessage() for record in caplog.records if "stage 1" not in record.getMessage()][1:] == [
+        "loading took 2.0 s",
+        "x: 4 of 4 steps in 30.0 s",
+        "statistics took 31.5 s, 10.0 s planned",
+    ]
+
+
 def test_without_a_run_there_is_a_plain_bar(monkeypatch, capsys) -> None:
     assert list(progress.tracked([1, 2], label="scoring", unit="batches")) == [1, 2]
     assert capsys.readouterr().err == ""  # no terminal
@@ -227,7 +242,7 @@ def test_a_log_file_has_stages_and_the_end(cli, tiny_folder, tiny_text_file, tmp
     assert (code, error) == (0, "")
     lines = log.read_text().splitlines()
     assert all(re.match(rf"{time.strftime('%Y')}-\d\d-\d\d \d\d:\d\d:\d\d,\d\d\d ", line) for line in lines)
-    assert any("stage 1 of 5: codes" in line for line in lines) and "writing" in lines[-1]
+    assert any("stage 1 of 5: codes" in line for line in lines) and "writing took" in lines[-1]
     assert cli(*command)[0] == 2  # the output exists now: found before the log is opened
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe).replace("seq_len: 32", "seq_len: 99999"))
     code, _, error = cli(*command[:-3], tmp_path / "other", *command[-2:])
