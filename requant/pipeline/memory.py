@@ -22,6 +22,7 @@ from requant.pipeline.schedule import count_gpus, goes_by_block, of_fullest_rank
 from requant.pipeline.statistics import statistics_room
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
+from requant.run.side_by_side import at_once
 
 # Of a process on Linux, measured with the CPU build of torch 2.13
 PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
@@ -39,17 +40,19 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     model and, on a CPU, the hidden states of both. For a model larger than the GPU, only one block's floats count, and
     codes are on the host. Statistics are collected in as many passes as keep them below half of the free memory and leave
     room for a pass, and then for the working memory of coding a matrix: factors of Hessians, which count if layers are
-    wide. Training is added up in `finetune/memory.py`. On a CPU the whole process counts: its programs, the code of
-    numba's loops, logits and activations of a backward pass with the gaps between them (`statistics.py`), and what
-    tokenizing the texts leaves behind, or takes if that is more. Each of several GPUs holds the statistics of its own
-    matrices, in mode `paper` their scores, and what a batch contributes to all matrices, on its way to their owners.
+    wide, of as many matrices as a GPU codes at once. Training is added up in `finetune/memory.py`. On a CPU the whole
+    process counts: its programs, the code of numba's loops, logits and activations of a backward pass with the gaps between
+    them (`statistics.py`), and what tokenizing the texts leaves behind, or takes if that is more. Each of several GPUs
+    holds the statistics of its own matrices, in mode `paper` their scores, and what a batch contributes to all matrices,
+    on its way to their owners.
     """
     room = statistics_room(prepared, recipe, device)
     model, codes = room.model, room.codes
     own = 0
     if device == "cpu":
         own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
-    needs = find_method(recipe.method).needs
+    method = find_method(recipe.method)
+    needs = method.needs
     statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
     scores, outside = matrix_bytes(prepared.targets), outside_bytes(prepared.model, prepared.targets)
     if recipe.mode == "paper":
@@ -68,9 +71,11 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     if recipe.finetune.trains:
         length = prepared.train_windows.shape[1]
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
-    stages = (
-        model + codes + max(max(scores, statistics, evaluation, written) + room.batch, statistics + room.work)
-    )
+    work = room.work
+    if device != "cpu" and method.side_by_side:
+        free = total_memory(torch.device(device)) - model - codes - statistics
+        work *= at_once(prepared.targets, work, free)
+    stages = model + codes + max(max(scores, statistics, evaluation, written) + room.batch, statistics + work)
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

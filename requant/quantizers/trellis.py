@@ -268,8 +268,8 @@ def two_sided_block_ldlq(
 ) -> UInt8[Tensor, "r c"]:
     """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other.
 
-    Down an anti-diagonal rows ascend and columns descend. A is kept with its rows of tiles in reverse, B with its columns, so
-    that what an anti-diagonal feeds back to is a slice of each, updated in place.
+    Down an anti-diagonal rows ascend and columns descend. A is kept with its rows of tiles in reverse, B with its columns,
+    so that what an anti-diagonal feeds back to is a slice of each, updated in place.
     """
     r, c = target.shape[0] // TILE, target.shape[1] // TILE
     values = code_values(config.code, target.device)

@@ -92,8 +92,9 @@ def make_codes(
     made: Weights = {}
     with run.stage("quantize"):
         compile_ahead(run, targets)
-        side_by_side = find_method(run.recipe.method).side_by_side
-        for target, weight in quantized(ranks.owned(targets), quantize, side_by_side=side_by_side):
+        method, own = find_method(run.recipe.method), ranks.owned(targets)
+        work = max((working_bytes(target, method.needs) for target in own), default=0)
+        for target, weight in quantized(own, quantize, work=work if method.side_by_side else None):
             # packed before codes of a hosted matrix go to the host, where that takes longer
             save_weight(run, stage, keys[target.name], weight, rank=target.rank)
             made[target.name] = weight if target.hosted is None else weight.to(target.codes_device)

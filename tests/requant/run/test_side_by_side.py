@@ -12,6 +12,7 @@ from requant.errors import NumericalError
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.models.targets import QuantTarget
 from requant.quantizers.trellis import TrellisConfig, quantize
+from requant.run import side_by_side
 from requant.run.side_by_side import MOST, quantized, workers_for
 
 
@@ -46,29 +47,33 @@ def codes(target: QuantTarget) -> QuantizedWeight:
 
 def test_a_cpu_has_one_after_the_other() -> None:
     targets, calls = targets_of(5, 32, "cpu"), []
-    found = quantized(targets, lambda target: calls.append(target.name) or target, side_by_side=True)  # type: ignore
+    found = quantized(targets, lambda target: calls.append(target.name) or target, work=1)  # type: ignore
     assert next(found)[0] is targets[0] and calls == ["m0"]
     assert [target.name for target, _ in found] == calls[1:] == ["m1", "m2", "m3", "m4"]
 
 
-@pytest.mark.parametrize(("size", "workers"), [(512, MOST), (2048, 2), (4096, 1), (8, MOST)])
-def test_as_many_as_fill_a_gpu(monkeypatch, size: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "free", "workers"),
+    [(512, 99, MOST), (2048, 99, 2), (4096, 99, 2), (8, 99, MOST), (512, 70, 3), (4096, 39, 1), (512, 9, 1)],
+)
+def test_as_many_as_fill_a_gpu_and_fit_it(monkeypatch, size: int, free: int, workers: int) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )
+    monkeypatch.setattr(side_by_side, "free_memory", lambda _: free)
     target: Any = SimpleNamespace(
         shape=(size, 4 * size), parameter=SimpleNamespace(is_cuda=True, device="cuda")
     )
-    assert workers_for([target] * 3) == workers
-    assert workers_for([target] * 2) == 1
+    assert workers_for([target] * 3, work=10) == workers
+    assert workers_for([target] * 2, work=10) == 1
 
 
 @pytest.mark.gpu
 def test_streams_give_the_codes_of_one() -> None:
     targets = targets_of(9, 256, "cuda")
     alone, together = (
-        dict((target.name, weight) for target, weight in quantized(targets, codes, side_by_side=side_by_side))
-        for side_by_side in (False, True)
+        dict((target.name, weight) for target, weight in quantized(targets, codes, work=work))
+        for work in (None, 1 << 20)
     )
     assert list(together) == [target.name for target in targets]
     for name, weight in together.items():
@@ -87,4 +92,4 @@ def test_an_error_in_a_stream_ends_the_run() -> None:
         return codes(target)
 
     with pytest.raises(NumericalError, match="no codes"):
-        list(quantized(targets, fails, side_by_side=True))
+        list(quantized(targets, fails, work=1 << 20))
