@@ -31,6 +31,7 @@ from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
 from requant.pipeline.statistics import statistics_passes
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
+from requant.quantizers.table_trellis import WEIGHTS_AT_ONCE
 from requant.recipe.schema import Recipe
 from requant.run.rounds import round_name, rounds_of
 from requant.sensitivity.pqi import NODES
@@ -209,7 +210,10 @@ class _Costs:
 
     def embedding_and_head(self) -> Stage:
         tables = embedding_and_head_of(self.prepared.model).parts.values()
-        weights = sum(part.weight.numel() for part in tables)
+        sizes, gpus = [part.weight.numel() for part in tables], count_gpus(self.prepared)
+        if self.recipe.method == "trellis":  # several GPUs code pieces of one table
+            sizes = [size // min(gpus, ceil(size / WEIGHTS_AT_ONCE)) for size in sizes]
+        weights = sum(sizes)
         coded = has_budget(self.recipe)
         per_weight = table_method(self.recipe).seconds_per_weight[self.device] if coded else 0.0
         seconds = weights * per_weight / self.threads
