@@ -18,12 +18,13 @@ from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
+from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.finetune.final import trains_by_block
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.devices import total_memory
-from requant.models.targets import QuantTarget
+from requant.models.targets import QuantTarget, siblings
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.hosting import hosted_bytes, parameter_bytes
 from requant.pipeline.outline import Outline
@@ -127,7 +128,21 @@ class _Costs:
         passes = self._passes(targets)
         gradients = sum(self.backward(self.windows, share) for share in passes)
         gradients *= len(self.method.needs & {"fisher", "output_hessian"})
-        return gradients + self.inputs * (len(passes) if self.parallel else 1)
+        return gradients + self.inputs * (len(passes) if self.parallel else 1) + self._hessians(targets)
+
+    def _hessians(self, targets: Sequence[QuantTarget]) -> float:
+        """The products whose sums are the Hessians of these matrices: as much arithmetic as a pass where layers are wide."""
+        share = share_of_experts(self.prepared.model, targets)
+        inputs: dict[tuple[str, ...], float] = {}  # by what reads them
+        outputs = 0.0
+        for target in targets:
+            n, k = target.shape
+            seen = 1.0 if target.experts is None else share
+            inputs[(target.name.rpartition(".")[0], *siblings(target.kind))] = seen * k**2
+            outputs += seen * n**2
+        needs = self.method.needs
+        sides = sum(inputs.values()) * ("hessian" in needs) + outputs * ("output_hessian" in needs)
+        return 2 * self.windows * sides / self.rate
 
     def _passes(self, targets: Sequence[QuantTarget]) -> list[float]:
         return statistics_passes(self.prepared, self.recipe, self.device, targets)
