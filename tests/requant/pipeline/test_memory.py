@@ -1,0 +1,62 @@
+"""The planned memory of a CPU run against what a run takes, and what it is counted from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from requant.calibration.experts import share_of_experts
+from requant.pipeline.outline import outline
+from requant.pipeline.plan import make_plan
+from requant.pipeline.prepare import prepare
+from requant.recipe.schema import Calibration
+
+from .plans import recipe_of
+
+
+@pytest.mark.parametrize(
+    ("family", "share"), [("mixtral", 2 / 4), ("qwen2-moe", 2 / 4), ("deepseek-v3", 2 / 8)]
+)
+def test_a_token_sees_as_many_experts_as_the_config_says(tiny_folder, family: str, share: float) -> None:
+    """By it activations are counted: a mixture's are a fraction of its matrices'."""
+    recipe = recipe_of("kmeans")
+    outlined = outline(str(tiny_folder(family)), recipe)
+    assert share_of_experts(outlined.model, outlined.targets) == share
+
+
+def test_the_memory_of_a_cpu_run_follows_the_batch(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    """A batch has 2048 tokens at most, and the code that searches for trellis codes is part of the process."""
+    source = str(tiny_folder("llama"))
+
+    def peak(method: str, num_samples: int) -> int:
+        recipe = recipe_of(method, calibration=Calibration(num_samples=num_samples, seq_len=64))
+        return make_plan(prepare(source, recipe, tiny_text_file), recipe).peak_memory
+
+    one, four = peak("rtn", 1), peak("rtn", 4)
+    logits = 18 * 1.5 * 64 * 264  # of a window; the vocabulary has 264 tokens
+    assert four - one > 3 * logits
+    assert peak("trellis", 4) - four > 100 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--method", "rtn", "--mode", "dense"),
+        ("--method", "gptq", "--mode", "dense"),
+        ("--method", "trellis", "--mode", "dense", "--num-samples", "4"),
+    ],
+)
+def test_the_memory_of_a_cpu_run_is_what_it_takes(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """A process of its own, for its peak is the whole process's."""
+    command = [
+        sys.executable, "-m", "requant", "quantize", "--code-bits", "4", "--num-samples", "2", "--device", "cpu", "--json",
+        "--output", str(tmp_path / "out"), *options,
+    ]  # fmt: skip
+    planned, done = (
+        json.loads(subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout)
+        for more in (["--dry-run"], [])
+    )
+    assert planned["peak_memory"] == pytest.approx(done["peak_memory"], rel=0.15)

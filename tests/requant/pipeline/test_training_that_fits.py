@@ -1,0 +1,96 @@
+"""Llamas of 1B to 70B are trained as the memory of their GPU allows: in rounds, at the end, from the host, or not at all."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from requant.pipeline.completion import FITS_RESIDENT
+from requant.pipeline.outline import outline
+from requant.pipeline.plan import Plan, make_plan
+from requant.recipe.defaults import default_recipe
+from requant.recipe.schema import Budget, Calibration, Finetune, Recipe
+
+from .plans import save_shape
+
+
+@pytest.mark.parametrize(("shape", "limit"), [("1b", 24), ("8b", 90)])
+def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, shape: str, limit: int) -> None:
+    """Block by block, in GiB; as a whole both take twice as much and more, most of it in training."""
+    source = save_shape(shape, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 is taken
+    recipe = default_recipe(source, None, gpu=True)
+    recipe = dataclasses.replace(recipe, budget=Budget(bits=2.0))
+
+    def gib(**changes) -> float:
+        changed = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, **changes))
+        shaped = outline(source, changed, dtype="bfloat16")
+        return make_plan(shaped, shaped.recipe, device="cuda").peak_memory / 2**30
+
+    by_block, whole, untrained = gib(blockwise=True), gib(blockwise=False), gib(steps=0)
+    assert untrained <= by_block < limit and whole > 2 * by_block
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "fits"),
+    [("70b", 80, 62), ("8b", 24, 20), ("8b", 16, None), ("8b", 40, 30), ("3b", 12, 11.5)],
+)
+def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
+    tmp_path: Path, monkeypatch, shape: str, memory: int, fits: float | None
+) -> None:
+    """At the end only; in GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for place in ("hosting", "completion", "memory", "plan", "statistics"):
+        monkeypatch.setattr(f"requant.pipeline.{place}.total_memory", lambda _device: memory << 30)
+    source = save_shape(shape, tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+    plan = make_plan(shaped, shaped.recipe, device="cuda")
+    untrained = dataclasses.replace(
+        shaped.recipe, finetune=dataclasses.replace(shaped.recipe.finetune, steps=0)
+    )
+    assert shaped.hosted and plan.training is not None
+    if fits is None:
+        assert shaped.bytes_to_train > 16 << 30 and plan.training.startswith("none: it would take about")
+        return
+    assert plan.training.startswith("200 steps of 16,384 tokens at the end only")
+    assert 0.9 * fits < plan.peak_memory / 2**30 < fits
+    without = make_plan(shaped, untrained, device="cuda")
+    assert without.host_memory == sum(target.size for target in shaped.targets) < plan.host_memory
+    assert without.seconds < plan.seconds
+
+
+def test_rounds_that_do_not_fit_are_left_out_by_default(tmp_path: Path, monkeypatch) -> None:
+    """8B has rounds on a card of 90 GB, as many steps at the end on one of 48, and the steps of one round, from the host, on
+    one of 40. Steps that are asked for are tried. Modes that train nothing by default stay on the GPU.
+    """
+    source = save_shape("8b", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+
+    def planned(gigabytes: int, chosen: Recipe = recipe) -> Plan:
+        monkeypatch.setattr("requant.models.devices._most_of_a_gpu", gigabytes * 10**9)
+        shaped = outline(source, chosen, dtype="bfloat16", device="cuda")
+        plan = make_plan(shaped, shaped.recipe, device="cuda")
+        assert plan.training is not None or chosen.mode == "dense"
+        return plan
+
+    def training(plan: Plan) -> str:
+        return plan.training or ""
+
+    rounds, at_the_end, hosted = map(planned, (90, 48, 40))
+    assert training(rounds).startswith("200 steps of 16,384 tokens after each of 6 rounds")
+    assert training(at_the_end).startswith("1200 steps of 16,384 tokens at the end only")
+    assert training(hosted).startswith("200 steps of 16,384 tokens at the end only")
+    assert at_the_end.hosted_bytes == 0 < hosted.hosted_bytes
+    assert rounds.peak_memory > at_the_end.peak_memory > hosted.peak_memory
+    assert at_the_end.peak_memory < FITS_RESIDENT * at_the_end.device_memory
+    # of a model on the host what is planned is what it takes: 19.6 GiB
+    assert training(planned(22)).startswith("none") and training(planned(23)) == training(hosted)
+    assert planned(40, dataclasses.replace(recipe, mode="dense", finetune=Finetune())).hosted_bytes == 0
+    own = planned(40, dataclasses.replace(recipe, calibration=Calibration(text=("self",))))
+    assert own.hosted_bytes == 0 and training(own).startswith("none: it would take about 4")
+    asked = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=200))
+    tried = planned(48, asked)
+    assert training(tried) == training(rounds) and tried.peak_memory > 1.1 * tried.device_memory
