@@ -187,7 +187,7 @@ def codes_recipe(recipe: Recipe, bits: float) -> Recipe:
         quantizer=config(),
         calibration=dataclasses.replace(recipe.calibration, inputs="original"),
         recovery=Recovery(),
-        budget=Budget(bits=bits, head_bits=16, embedding_bits=16),
+        budget=Budget(bits=bits, head_bits=16.0, embedding_bits=16.0),
     )
 
 

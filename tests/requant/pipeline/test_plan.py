@@ -59,7 +59,7 @@ def test_tables_that_the_run_will_choose_for_get_usual_bits(tiny_folder, tmp_pat
         make_plan(outline(str(tmp_path), own), own, device="cuda")
         for own in (
             recipe,
-            dataclasses.replace(recipe, budget=Budget(bits=3.0, embedding_bits=6, head_bits=6)),
+            dataclasses.replace(recipe, budget=Budget(bits=3.0, embedding_bits=6.0, head_bits=6.0)),
         )
     )
     assert guessed.bytes_after == given.bytes_after and given.tables is None
