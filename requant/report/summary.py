@@ -290,7 +290,7 @@ def _source_bits(result: QuantizedModel, names: Iterable[str] | None = None) -> 
     return int(found) if found.is_integer() else found
 
 
-def _bits_text(bits: float) -> str:
+def _bits_text(bits: int | float) -> str:
     return f"{bits:.3f}" if isinstance(bits, float) else f"{bits}"
 
 
