@@ -3,7 +3,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from requant.finetune import teacher as module
@@ -15,11 +14,6 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
-
-
-@pytest.fixture
-def windows() -> torch.Tensor:
-    return torch.randint(0, 200, (6, 16))
 
 
 def count_blocks(model) -> list[int]:

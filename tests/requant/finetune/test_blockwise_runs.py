@@ -1,0 +1,112 @@
+"""Runs that train block by block: they end where those of the whole model do; when that is chosen; how one is broken off."""
+
+import gc
+
+import pytest
+import torch
+
+from requant.finetune import compile_blocks, final
+from requant.finetune.final import finetune, teacher_of, trains_by_block
+from requant.finetune.memory import training_bytes
+from requant.finetune.recomputed_block import LearningBlock
+from requant.finetune.teacher import HeadTeacher, Teacher
+from requant.models.targets import find_blocks, find_linears
+from requant.pipeline.best import best
+from requant.recipe.schema import Finetune
+from requant.run.quantize_linears import quantize_linears
+
+from .coded_model import run_of
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_rounds_and_the_last_phase_end_where_those_of_the_whole_model_do(
+    tiny_folder, tiny_text_file, name
+) -> None:
+    """From the same codes the same floats, but for the moments' last bits; the model is left at the original."""
+    found = []
+    for by_block in (False, True):
+        run = run_of(tiny_folder(name), tiny_text_file, blockwise=by_block)
+        originals = {key: p.clone() for key, p in run.model.named_parameters()}
+        first = [target for target in run.targets if target.kind in ("q_proj", "c_attn")]
+        codes = quantize_linears(run, None, label="quantize")
+        rounds = [first, [target for target in run.targets if target not in first]]
+        in_rounds = best(run, rounds)
+        learned = finetune(run, codes, run.recipe.finetune)
+        for key, p in run.model.named_parameters():
+            assert torch.equal(p, originals[key]) and p.grad is None and not p.requires_grad, key
+        changed = {key: end for key, (_, end) in run.finetuned_params.items()}
+        found.append(({t.name: in_rounds[t.name].dequantize() for t in first}, learned, changed, originals))
+    (rounds_whole, whole, params_whole, originals), (rounds_block, block, params_block, _) = found
+    for key, weight in rounds_whole.items():
+        torch.testing.assert_close(rounds_block[key], weight, rtol=0.1, atol=0.05 * weight.std().item())
+    for key, weight in whole.items():
+        assert torch.equal(weight.dense.codes, block[key].dense.codes)
+    distance = sum((params_whole[key] - params_block[key]).norm() ** 2 for key in params_whole)
+    learned = sum((params_whole[key] - originals[key]).norm() ** 2 for key in params_whole)
+    assert distance < 0.02 * learned
+
+
+def test_size_and_memory_decide_where_the_recipe_does_not(tiny_model, monkeypatch) -> None:
+    model = tiny_model("llama")
+    targets, windows = find_linears(model), (64, 32)
+
+    def decided(blockwise: bool | None = None, memory: int | None = None) -> bool:
+        settings = Finetune(steps=1, blockwise=blockwise)
+        return trains_by_block(model, targets, settings, windows, device_memory=memory)
+
+    whole = training_bytes(
+        model, targets, (), Finetune(steps=1), windows, by_block=False, gpu=True, device_memory=10**9
+    )
+    assert not decided() and decided(True) and not decided(memory=10**9)
+    assert decided(memory=round(whole / 2)) and not decided(False, memory=round(whole / 2))
+    monkeypatch.setattr(final, "BLOCKWISE_FROM", 1000)
+    assert decided() and decided(memory=10**9) and not decided(False)
+
+
+def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
+    tiny_folder, tiny_text_file, caplog
+) -> None:
+    """OPT calls the decoder inside of its base model."""
+    run = run_of(tiny_folder("opt"), tiny_text_file, blockwise=True)
+    teacher = teacher_of(run, run.recipe.finetune, run.train_windows)
+    assert isinstance(teacher, Teacher) and "is not trained block by block" in caplog.text
+
+
+@pytest.mark.usefixtures("products_of_a_gpu")
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_model_in_float32_is_trained_block_by_block_on_a_gpu(
+    tiny_folder, tiny_text_file, caplog, monkeypatch, name
+) -> None:
+    """Its states are bfloat16 there, which its head takes under autocast alone. It learns as the whole model does."""
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)  # so experts' products are grouped
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ends = []
+    for by_block in (False, True):
+        run = run_of(tiny_folder(name), tiny_text_file, blockwise=by_block)
+        teacher = teacher_of(run, run.recipe.finetune, run.train_windows)
+        assert isinstance(teacher, HeadTeacher if by_block else Teacher)
+        finetune(run, quantize_linears(run, None, label="quantize"), run.recipe.finetune)
+        ends.append({key: end - original for key, (original, end) in run.finetuned_params.items()})
+    assert "block by block" not in caplog.text
+    distance = sum((ends[0][key] - ends[1][key]).norm() ** 2 for key in ends[0])
+    assert distance < 0.05 * sum(change.norm() ** 2 for change in ends[0].values())
+
+
+@pytest.mark.usefixtures("products_of_a_gpu")
+def test_a_step_that_is_broken_off_leaves_the_blocks_as_they_were(
+    tiny_folder, tiny_text_file, monkeypatch
+) -> None:
+    """On a GPU blocks are replaced twice, and what came last has to go first."""
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    codes = quantize_linears(run, None, label="quantize")
+    monkeypatch.setattr(LearningBlock, "learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run, codes, run.recipe.finetune)
+    gc.collect()  # an error in a generator that is collected is a warning, and warnings are errors here
+    assert not any("forward" in vars(block) for block in find_blocks(run.model)[1])
