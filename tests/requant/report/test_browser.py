@@ -15,7 +15,7 @@ from requant.evaluation.samples import Sample
 from requant.report.compare import Entry, render_comparison
 from requant.report.report import BudgetSummary, render_report
 
-from .test_report import HOSTILE, matrices, summary
+from .summaries import HOSTILE, matrices, summary
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

@@ -23,7 +23,7 @@ from requant.report.compare import (
     same_text,
 )
 
-from .test_report import HOSTILE, Page
+from .summaries import HOSTILE, Page
 
 
 @pytest.fixture(scope="module")

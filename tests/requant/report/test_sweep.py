@@ -11,7 +11,7 @@ from requant.errors import OutputError, RecipeError
 from requant.report.compare import Entry
 from requant.report.sweep import answer, sweep
 
-from .test_report import Page
+from .summaries import Page
 
 TINY = {"method": "gptq", "mode": "dense", "num_samples": 2, "seq_len": 32}
 
