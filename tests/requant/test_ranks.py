@@ -1,15 +1,8 @@
-"""Several processes of one run, over gloo on the CPU: who does what, and what comes out."""
+"""Several processes of one run, over gloo on the CPU: who does what, and what they tell each other."""
 
 import json
-import math
-import shutil
-import signal
-import subprocess
 import sys
-from pathlib import Path
-from time import sleep
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +10,8 @@ import torch.distributed as dist
 from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.calibration.stats import Curvature
-from requant.cli import launching
-from requant.errors import InputError
-from requant.finetune import divided, saved_training
-from requant.finetune.blockwise import BlockwiseStep
+from requant.finetune import divided
 from requant.quantizers import table_trellis, trellis
-from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
-from requant.recipe.yaml_files import dump_recipe
-from requant.run.workspace import Workspace
 
 COLLECTIVES = """
 import json, sys
@@ -239,165 +226,3 @@ def test_alone_nothing_is_sent() -> None:
     assert calls == [("a", tensor)]
     assert ranks.rounds([1, 2]) == [1, 2] and ranks.merged([1, 2]) == [1, 2]
     assert ranks.shared(1, {"t": tensor})[1]["t"] is tensor
-
-
-def test_gpus_that_cannot_be_had(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(InputError, match=r"^--gpus 2: torch sees 1 GPUs here; lower it\.$"):
-        launching.check_gpus(2, "cuda")
-    launching.check_gpus(2, "cpu")
-    command = ["quantize", "--bits", "3", "--gpus", "2", "--output", tmp_path / "out"]
-    assert "give --device cuda, or CUDA_VISIBLE_DEVICES" in cli(*command, "--device", "cuda:0")[2]
-
-
-def test_the_process_that_starts_the_others_imports_no_torch(tmp_path: Path) -> None:
-    """Which would take seconds before they begin. What is wrong with a command the first of them says, once."""
-    wrong = ("quantize", "--model", "demo", "--bits", "17", "--device", "cpu", "--gpus", "2")
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "requant", *wrong, "--output", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "requant.cli.launching" in imported
-    assert {name.split(".")[0] for name in imported} & {"torch", "numpy", "transformers", "scipy"} == set()
-    assert len(imported) < 500
-    said = [line for line in done.stderr.splitlines() if "|" not in line]
-    assert said == ["requant: --bits 17 is out of range; give 1 to 8, like 3 or 2.25."]
-    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (signal.SIGTERM, 1, "requant: ended by SIGTERM; `requant quantize --resume`, "),
-        (signal.SIGINT, 130, "requant: interrupted; the same command with --resume "),
-    ],
-)
-def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
-    command = ("quantize", "--model", "demo", "--bits", "3", "--device", "cpu", "--gpus", "2", "--output")
-    run = subprocess.Popen(
-        [sys.executable, "-m", "requant", *command, str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while len(started := psutil.Process(run.pid).children()) < 2 and run.poll() is None:
-        sleep(0.01)
-    run.send_signal(number)
-    out, error = run.communicate(timeout=60)
-    assert (run.returncode, out) == (code, "")
-    assert error.startswith(said) and error.count("\n") == 1
-    assert not any(each.is_running() for each in started)
-
-
-def recipe_with_training(folder: Path, text: Path, *, blockwise: bool) -> Recipe:
-    """Steps of three windows, of which two processes take two and one; two windows are for validation."""
-    return Recipe(
-        model=str(folder),
-        mode="best",
-        calibration=Calibration(text=(str(text),), num_samples=16, seq_len=32),
-        evaluation=Evaluation(context=32, windows=7),
-        budget=Budget(bits=3.5),
-        finetune=Finetune(steps=5, tokens_per_step=96, val_windows=2, eval_every=2, blockwise=blockwise),
-    )
-
-
-def two_processes(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in two processes, by torchrun or by --gpus; it must end well."""
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "requant")
-    start, end = (torchrun, ()) if launcher == "torchrun" else (("requant",), ("--gpus", "2"))
-    done = subprocess.run(
-        [sys.executable, "-m", *start, *arguments, *end], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def kl_of(checkpoint: Path) -> float:
-    return json.loads((checkpoint / "report.json").read_text())["after"]["mean_kl"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blockwise", [False, True])
-def test_training_on_two_processes(
-    cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, blockwise: bool
-) -> None:
-    """Gradients are summed in another order: not the same bytes, but the same quality, and the same bytes every time."""
-    recipe = recipe_with_training(tiny_folder("llama"), tiny_text_file, blockwise=blockwise)
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    command = ("quantize", "--recipe", str(tmp_path / "recipe.yaml"), "--quiet", "--output")
-    assert cli(*command, tmp_path / "one")[0] == 0
-    for launcher in ("torchrun", "gpus"):
-        two_processes(launcher, *command, str(tmp_path / launcher))
-    by_torchrun, by_gpus = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("torchrun", "gpus")
-    )
-    assert by_torchrun == by_gpus
-    assert kl_of(tmp_path / "gpus") == pytest.approx(kl_of(tmp_path / "one"), rel=0.02)
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on_inside_a_round(
-    cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Block by block, where each process holds a part of what learns: stopped as one, gone on as two, and the reverse."""
-    recipe = recipe_with_training(tiny_folder("llama"), tiny_text_file, blockwise=True)
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    command = (
-        "quantize",
-        "--recipe",
-        str(tmp_path / "recipe.yaml"),
-        "--quiet",
-        "--save-every",
-        "0",
-        "--output",
-    )
-    monkeypatch.setattr(saved_training, "MAX_FRACTION", math.inf)  # every step is saved
-    steps, put = [], Workspace.put
-
-    def counted(self, *args) -> None:
-        plain(self, *args)
-        steps.append(1)
-
-    plain = BlockwiseStep.__call__
-    monkeypatch.setattr(BlockwiseStep, "__call__", counted)
-    assert cli(*command, tmp_path / "alone")[0] == 0
-    total = len(steps)
-
-    def stopping(self, stage: str, *args, **kwargs) -> None:
-        put(self, stage, *args, **kwargs)
-        if stage == "training" and kwargs["value"]["step"] == 3:
-            raise KeyboardInterrupt
-
-    steps.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "put", stopping)
-        assert cli(*command, tmp_path / "out")[0] == 130
-    assert len(steps) == 3
-    shutil.copytree(tmp_path / "out.partial", tmp_path / "again.partial")
-    two_processes("gpus", *command, str(tmp_path / "out"), "--resume")
-    assert kl_of(tmp_path / "out") == pytest.approx(kl_of(tmp_path / "alone"), rel=0.02)
-
-    run = subprocess.Popen(
-        [sys.executable, "-m", "requant", *command, str(tmp_path / "again"), "--resume", "--gpus", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    before = {
-        file: file.stat().st_mtime_ns for file in (tmp_path / "again.partial").glob("training-*.safetensors")
-    }
-    while run.poll() is None and not any(
-        file.exists() and file.stat().st_mtime_ns > time for file, time in before.items()
-    ):
-        sleep(0.01)
-    ranks_of_run = {child.environ().get("RANK"): child for child in psutil.Process(run.pid).children()}
-    ranks_of_run["1"].kill()
-    assert "process 1 of 2 was killed by SIGKILL" in run.communicate(timeout=120)[1]
-    steps.clear()
-    code, _, error = cli(*command, tmp_path / "again", "--resume")
-    assert code == 0, error
-    assert 0 < len(steps) < total - 3
-    assert kl_of(tmp_path / "again") == pytest.approx(kl_of(tmp_path / "alone"), rel=0.02)
