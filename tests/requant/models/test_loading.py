@@ -1,0 +1,163 @@
+"""Sources by name, folder or hub; what is damaged, pickled or quantized is refused in one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from requant.errors import ModelError, NumericalError
+from requant.models import loading
+from requant.models.loading import (
+    ALIASES,
+    DEMO,
+    HUB_FILES,
+    check_finite,
+    context_limit,
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_source,
+)
+from requant.models.targets import find_linears
+
+
+def test_load_model(tiny_folder) -> None:
+    model = load_model(str(tiny_folder("llama")), device="cpu", dtype="bfloat16")
+    tokenizer = load_tokenizer(str(tiny_folder("llama")))
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert tokenizer("a")["input_ids"]
+    assert context_limit(model.config) == 128
+    with pytest.raises(ModelError, match="--dtype int4 is unknown; give auto, float32, bfloat16, float16"):
+        load_model(str(tiny_folder("llama")), device="cpu", dtype="int4")
+
+
+@pytest.fixture
+def copy(tiny_folder, tmp_path: Path) -> Path:
+    """A model folder to damage."""
+    return Path(shutil.copytree(tiny_folder("llama"), tmp_path / "copy"))
+
+
+def test_nan_is_found_wherever_it_is(tiny_model) -> None:
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        model = tiny_model("llama")
+        model.get_parameter(name).view(-1)[3] = float("nan")
+        with pytest.raises(NumericalError, match=f"{name} holds NaN or infinity; .* download it again"):
+            check_finite(model)
+
+
+def test_missing_weights_are_not_made_up(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weight files lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b"\x00" * 100),
+        ("model.safetensors", None),
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"model_type": "nobody-knows"}'),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "wide"}'),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", None),
+    ],
+)
+def test_damaged_folders_are_one_sentence(copy: Path, file: str, content: bytes | None) -> None:
+    (copy / file).unlink()
+    if content is not None:
+        (copy / file).write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(str(copy))
+        load_model(str(copy), device="cpu", dtype="auto")
+    assert "\n" not in str(caught.value) and str(copy) in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_pickled_weights_are_not_opened(copy: Path) -> None:
+    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
+def test_a_quantized_source_is_refused(copy: Path) -> None:
+    config = read_config(copy) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantized already \(quant_method gptq\); give the original model"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
+def test_sources(tmp_path: Path, tiny_folder) -> None:
+    assert resolve_source("demo") == str(DEMO)
+    assert resolve_source(str(tiny_folder("llama"))) == str(tiny_folder("llama"))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve_source(str(tmp_path))
+    with pytest.raises(ModelError, match=r"is no folder; check the path"):
+        resolve_source(str(tmp_path / "absent"))
+    with pytest.raises(ModelError, match=r"'lama-3.2-1b' is neither .* \(did you mean 'llama-3.2-1b'\?"):
+        resolve_source("lama-3.2-1b")
+    with pytest.raises(ModelError, match=r"did you mean 'demo'"):
+        resolve_source("demo1")
+    with pytest.raises(ModelError):
+        resolve_source("x" * 5000)
+
+
+def test_hub_models_come_as_a_folder(tiny_folder, monkeypatch) -> None:
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tiny_folder("llama"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_source("llama-3.2-1b") == str(tiny_folder("llama"))
+    model = load_model("someone/model", device="cpu", dtype="auto")
+    assert asked == [(ALIASES["llama-3.2-1b"], list(HUB_FILES)), ("someone/model", list(HUB_FILES))]
+    assert find_linears(model)
+
+
+def test_what_is_fetched_from_the_hub() -> None:
+    """Weights once, in safetensors; configuration, tokenizer, chat template, model card; no pickle, no code."""
+    from fnmatch import fnmatch
+
+    def wanted(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in HUB_FILES)
+
+    fetched = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json",
+               "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.txt",
+               "merges.txt", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "README.md"]  # fmt: skip
+    left = ["pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "modeling_x.py",
+            "original/params.pt", "model.gguf", "flax_model.msgpack", "tf_model.h5"]  # fmt: skip
+    assert [name for name in fetched if not wanted(name)] == []
+    assert [name for name in left if wanted(name)] == []
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch) -> None:
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        raise ConnectionError("cannot reach the server\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(
+        ModelError, match=r"^meta-llama/Llama-3.2-1B did not come from the hub \(cannot reach the server\)"
+    ) as e:
+        resolve_source("llama-3.2-1b")
+    assert "\n" not in str(e.value)
+
+
+def test_a_quantization_config_that_is_no_mapping_is_named(tiny_folder, tmp_path: Path) -> None:
+    """transformers says that an int has no to_dict."""
+    copy = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": 2}))
+    for load in (loading.load_config, load_tokenizer):
+        with pytest.raises(ModelError, match="quantization_config in"):
+            load(str(copy))
