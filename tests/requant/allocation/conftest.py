@@ -19,6 +19,24 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def run(tiny_folder, tiny_text_file: Path):
+    """`run("llama")`: a run in mode `dense` that has read its model and texts."""
+
+    def of(name: str):
+        recipe = Recipe(
+            mode="dense",
+            method="rtn",
+            quantizer=METHODS["rtn"].config(),
+            calibration=Calibration(num_samples=4, seq_len=32),
+            evaluation=Evaluation(context=32, windows=2, samples=0),
+        )
+        prepared = prepare(str(tiny_folder(name)), recipe, tiny_text_file)
+        return start(prepared, recipe, workspace=Workspace(None), quiet=True)
+
+    return of
+
+
 def recipe_of(method: str = "rtn", **changes) -> Recipe:
     base = Recipe(
         mode="dense",
