@@ -31,7 +31,7 @@ from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import dump_recipe, load_recipe
 from requant.text.chat import ChatTemplate
 
-from ..requant.conftest import build_checkpoint, build_folded_checkpoint
+from ..requant.random_checkpoints import build_checkpoint, build_folded_checkpoint
 from .mutations import PARTS
 
 SECONDS, BYTES = 20.0, 1 << 30  # of a case, the bytes beyond what the process had before

@@ -6,7 +6,8 @@ import torch
 from requant.checkpoint.sizes import part_of_table, part_of_tensor
 from requant.models.rotations import HEAD_SCALES
 from requant.models.targets import embedding_and_head_modules
-from tests.conftest import ARCHITECTURES, EMBEDDINGS, MORE_EXPERTS, TOKEN_TABLES, build_model
+
+from ...architectures import ARCHITECTURES, EMBEDDINGS, MORE_EXPERTS, TOKEN_TABLES, build_model
 
 TABLE = "model.embed_tokens_per_layer"
 

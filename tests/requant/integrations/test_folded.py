@@ -22,7 +22,7 @@ from requant.models.rotations import HEAD_SCALES, rotation_of
 from requant.quantizers.table_grid import GRID
 from requant.quantizers.tables import TableMethod
 
-from ..conftest import build_folded_checkpoint
+from ..random_checkpoints import build_folded_checkpoint
 
 TOKENS = torch.arange(48)[None] * 7 % 96
 

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from requant.models.token_tables import lookup_obstacle, token_tables
-from tests.conftest import build_model
+
+from ...architectures import build_model
 
 TABLE = "model.embed_tokens_per_layer"
 
