@@ -81,6 +81,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "seed": ("seed",),
     "deterministic": ("deterministic",),
 }
+SIZES = ("bits", "code_bits", "size")  # options that exclude one another
 
 
 def recipe_from_options(
@@ -102,69 +103,25 @@ def recipe_from_options(
     Raises RecipeError.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
-        if name not in Options.__annotations__:
-            raise RecipeError(
-                f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
-                f"there are: {', '.join(Options.__annotations__)}."
-            )
-    if model is not None and _names_a_recipe(model):
-        raise RecipeError(
-            f"'{model}' is a recipe and no model; give it as --recipe {model}, in Python recipe='{model}'."
-        )
+    _check_names(given, model)
     program = given.pop("target", None)
     if program is not None:
         given = settings_for(program, given)
-    method, mode = given.get("method"), given.get("mode")
-    sizes = [name for name in ("bits", "code_bits", "size") if name in given]
-    bits = parse_bits(given["bits"]) if "bits" in given else None
-    if recipe is None:
-        if not sizes:
-            raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
-        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu))
-    else:
-        base = to_dict(_as_recipe(recipe))
-    if len(sizes) > 1:
-        raise RecipeError("--bits, --code-bits and --size exclude one another; give one of them.")
-    if method is not None and method != base["method"]:
-        budget = base["budget"]["bits"] or base["budget"]["size"]  # which decides the bits of a code
-        base |= {"method": method, "quantizer": {} if budget else {"bits": base["quantizer"]["bits"]}}
+    if "bits" in given:
+        given["bits"] = parse_bits(given["bits"])
+    base = _choose_base(recipe, given, model=model, gpu=gpu)
+    if "method" in given:
+        _replace_method(base, given["method"])
+    if "mode" in given:
+        base["mode"] = given["mode"]
     if model is not None:
         base["model"] = model
-    if mode is not None:
-        base["mode"] = mode
-    if sizes:  # one replaces what the recipe says by another
-        size = parse_size(given["size"]) if "size" in given else None
-        base["budget"] |= {"bits": bits, "size": size}
-    if "code_bits" in given:
-        bits = parse_bits(given["code_bits"], option="--code-bits")
-        base["quantizer"]["bits"] = int(bits) if bits.is_integer() else bits
+    bits = _replace_size(base, given)
     if recipe is None and base["method"] == "trellis":
         base["quantizer"]["code"] = trellis_code(bits)
-    if "sensitivity" in given and base["mode"] != "paper":
-        logger.warning(
-            "--sensitivity changes nothing here: it ranks the sparse part, which mode %s does not have; give --mode paper.",
-            base["mode"],
-        )
-    if "modules" in given and not isinstance(given["modules"], Mapping):
-        given["modules"] = parse_modules(given["modules"])
-    for name, value in given.items():
-        for key in KEYS.get(name, ()):
-            _set(base, key, _plain(value), option=name)
+    _apply_others(base, given)
     chosen = from_dict(base, where="options")
-    budget = chosen.budget
-    if budget.first_round_weight is not None and not (
-        chosen.trains_in_rounds and (budget.bits or budget.size)
-    ):
-        logger.warning(
-            "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains in rounds, "
-            "under --bits or --size."
-        )
-    if chosen.finetune.own_windows and not chosen.finetune.trains:
-        raise RecipeError(
-            f"--own-windows {chosen.finetune.own_windows} are to train on, and this run does not train; leave it out, or "
-            "give --finetune-steps."
-        )
+    _check_training(chosen)
     if program is not None:
         check_reader(program, chosen)
     return chosen
@@ -204,11 +161,46 @@ def sparsify_recipe(
     return recipe_from_options(base, model=model, **options)
 
 
+def _check_names(given: Mapping[str, Any], model: str | None) -> None:
+    """Raise RecipeError for an unknown option, and for a recipe in the place of the model."""
+    for name in given:
+        if name not in Options.__annotations__:
+            raise RecipeError(
+                f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
+                f"there are: {', '.join(Options.__annotations__)}."
+            )
+    if model is not None and _names_a_recipe(model):
+        raise RecipeError(
+            f"'{model}' is a recipe and no model; give it as --recipe {model}, in Python recipe='{model}'."
+        )
+
+
 def _names_a_recipe(model: str) -> bool:
     """Whether what was given as a model is a YAML file or a recipe that ships with requant; a folder is a model."""
     if os.path.isdir(os.path.expanduser(model)) or model in ("demo", *ALIASES):
         return False
     return model.endswith((".yaml", ".yml")) or model in available_recipes()
+
+
+def _choose_base(
+    recipe: Recipe | Mapping[str, Any] | str | Path | None,
+    given: Mapping[str, Any],
+    *,
+    model: str | None,
+    gpu: bool,
+) -> dict[str, Any]:
+    """The plain data of the recipe, or of the defaults for which bits or a size are given."""
+    sizes = [name for name in SIZES if name in given]
+    if recipe is not None:
+        base = _as_recipe(recipe)
+    elif sizes:
+        base = default_recipe(model or "demo", given.get("method"), given.get("mode"), gpu=gpu)
+    else:
+        raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
+    data = to_dict(base)
+    if len(sizes) > 1:
+        raise RecipeError("--bits, --code-bits and --size exclude one another; give one of them.")
+    return data
 
 
 def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
@@ -224,6 +216,39 @@ def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     return from_dict(dict(recipe) if isinstance(recipe, Mapping) else recipe)
 
 
+def _replace_method(base: dict[str, Any], method: str) -> None:
+    """Another method comes with its own settings; the bits of a code stay, unless a budget decides them."""
+    if method != base["method"]:
+        budget = base["budget"]["bits"] or base["budget"]["size"]
+        base |= {"method": method, "quantizer": {} if budget else {"bits": base["quantizer"]["bits"]}}
+
+
+def _replace_size(base: dict[str, Any], given: Mapping[str, Any]) -> float | None:
+    """Whichever of `SIZES` is given replaces the recipe's; returns the bits given, of a weight or of a code, if any."""
+    bits = given.get("bits")
+    if any(name in given for name in SIZES):
+        size = parse_size(given["size"]) if "size" in given else None
+        base["budget"] |= {"bits": bits, "size": size}
+    if "code_bits" in given:
+        bits = parse_bits(given["code_bits"], option="--code-bits")
+        base["quantizer"]["bits"] = int(bits) if bits.is_integer() else bits
+    return bits
+
+
+def _apply_others(base: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Set the keys of the options in `KEYS`, and warn of one that changes nothing."""
+    if "sensitivity" in given and base["mode"] != "paper":
+        logger.warning(
+            "--sensitivity changes nothing here: it ranks the sparse part, which mode %s does not have; give --mode paper.",
+            base["mode"],
+        )
+    if "modules" in given and not isinstance(given["modules"], Mapping):
+        given = {**given, "modules": parse_modules(given["modules"])}
+    for name, value in given.items():
+        for key in KEYS.get(name, ()):
+            _set(base, key, _plain(value), option=name)
+
+
 def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
     """Set a dotted key of a recipe's plain data."""
     section, _, name = key.rpartition(".")
@@ -236,6 +261,23 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
                 f"choose one of: {', '.join(takers)}."
             )
     (base[section] if section else base)[name] = value
+
+
+def _check_training(chosen: Recipe) -> None:
+    """Warn of a weight of losses that nothing uses; raise RecipeError for own windows where nothing is trained."""
+    budget = chosen.budget
+    if budget.first_round_weight is not None and not (
+        chosen.trains_in_rounds and (budget.bits or budget.size)
+    ):
+        logger.warning(
+            "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains in rounds, "
+            "under --bits or --size."
+        )
+    if chosen.finetune.own_windows and not chosen.finetune.trains:
+        raise RecipeError(
+            f"--own-windows {chosen.finetune.own_windows} are to train on, and this run does not train; leave it out, or "
+            "give --finetune-steps."
+        )
 
 
 def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
