@@ -1,42 +1,34 @@
 """Distillation: train a partly quantized model to reproduce the original's next-token distributions.
 
-    minimize   mean_t [ KL( p_original(. | x_<t) || p(. | x_<t) ) + c |h_t - h_original,t|^2 / |h_original,t|^2 ]
-
-where h are the last hidden states and c is `finetune.hidden_weight` in the rounds of mode `best`, 10 by default (5 to 100
-do equally well), and 0 elsewhere (matching states as well as outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The
-second term constrains all directions of the state, not only those that tell the text's tokens apart, and needs no pass of
-its own, because the original's states are kept. Both terms fall to a quarter with every bit of the codes.
+    minimize   mean_t [ KL( p_original(. | x_<t) || p(. | x_<t) ) + c error of the last hidden states ]   (`loss.py`)
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
 `formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,
-biases, and embedding and head until they are quantized. Recovery after pruning may mix in the cross-entropy of the text
-(`recovery.distillation`). The optimizer is Adam (0.9, 0.95) with each tensor's learning rate in units of its root mean
-square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the codes, which halve with every
-bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits gives KL 0.0205, the same
-rate 0.0225, and codes alone 0.0229 (bench-32m). Parameters are float32 during training; on a GPU matrix products run in
-bfloat16 and blocks are compiled (`compile_blocks.py`). With several processes each trains on its part of a step's windows.
+biases, and embedding and head until they are quantized. The optimizer is Adam (0.9, 0.95) with each tensor's learning rate
+in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the codes,
+which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits gives
+KL 0.0205, the same rate 0.0225, and codes alone 0.0229 (bench-32m). Parameters are float32 during training; on a GPU matrix
+products run in bfloat16 and blocks are compiled (`compile_blocks.py`). With several processes each trains on its part of a
+step's windows.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.allocation.embedding_and_head import embedding_and_head_of
-from requant.calibration.batches import rounds
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune.best_values import BestValues
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
-from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
+from requant.finetune.compile_blocks import compiles, fused
 from requant.finetune.divided import Part
+from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
 from requant.finetune.memory import bytes_of_a_token
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
@@ -47,18 +39,12 @@ from requant.finetune.step import (
     TrainingStep,
     adam,
 )
-from requant.finetune.teacher import (
-    HeadTeacher,
-    Teacher,
-    logits_of_states,
-    why_states_do_not_suffice,
-)
+from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.formats.contract import TrainableParams
 from requant.models.deterministic import deterministic
 from requant.models.devices import Pace, free_memory
 from requant.models.experts import routers
 from requant.models.hosted import hosted_blocks
-from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget
 from requant.progress import counted
 from requant.recipe.schema import Finetune
@@ -71,7 +57,6 @@ EMBEDDING_LR = 1 / 3  # times the learning rate: a token's row gets gradients on
 # Between them a power of the steps, which is not measured.
 FEW_STEPS, LR_OF_FEW = 200, 8e-3
 MANY_STEPS, LR_OF_MANY = 1000, 3e-3
-logger = logging.getLogger(__name__)
 
 
 def trainable_tensors(
@@ -153,7 +138,7 @@ def train(
         micro_batch = micro_batch_that_fits(
             run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
         )
-        hidden_weight = hidden_weight and _usable(hidden_weight, teacher)
+        hidden_weight = hidden_weight and usable_hidden_weight(hidden_weight, teacher)
         models, recompute = [run.model, teacher.model], None if micro_batch is None else False
 
     def micro_batches(step: int) -> list[MicroBatch]:
@@ -282,56 +267,6 @@ def single_precision(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for p, dtype in dtypes.items():
             p.data = p.data.to(dtype)
-
-
-def loss_sum(
-    model: PreTrainedModel,
-    teacher: Teacher,
-    tokens: Int64[Tensor, "b t"],
-    states: Float[Tensor, "b t d"] | None = None,
-    *,
-    kl_of: Divergence = kl,
-    distillation: float = 1.0,
-    hidden_weight: float = 0.0,
-) -> Float[Tensor, ""]:
-    """Sum of `distillation D + (1 - distillation) (-log p_model(text))` over the positions of a batch, nats.
-
-    D is KL(teacher || model), and with a `hidden_weight` that times the relative squared error of the last hidden states
-    beside it. Under autocast if gradients are enabled.
-    """
-    error: float | Tensor = 0.0
-    with mixed_precision(tokens) if torch.is_grad_enabled() else nullcontext():
-        if hidden_weight:
-            states = teacher.last_states(tokens) if states is None else states
-            output = model.base_model(input_ids=tokens, use_cache=False)
-            found = logits_of_states(model, type(output), tokens, output.last_hidden_state)
-            error = hidden_weight * hidden_error(output.last_hidden_state, states)
-        else:
-            found = model(input_ids=tokens, use_cache=False).logits
-        expected = teacher.logits(tokens, states)
-    divergence = kl_of(found, expected) + error
-    if distillation == 1:
-        return divergence
-    surprise = functional.cross_entropy(
-        found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
-    )
-    return distillation * divergence + (1 - distillation) * surprise
-
-
-def _usable(hidden_weight: float, teacher: Teacher) -> float:
-    """The weight, or 0 where the logits do not follow from the last hidden states."""
-    reason = why_states_do_not_suffice(teacher.model, teacher.windows[:1].to(teacher.model.device))
-    if reason is None:
-        return hidden_weight
-    logger.warning("hidden states are not matched: %s", reason)
-    return 0.0
-
-
-@torch.no_grad()
-def mean_kl(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, "b t"]) -> float:
-    """Mean KL over all positions, nats."""
-    own = [tokens for _, tokens in rounds(windows, model, label=None) if tokens is not None]
-    return sum(ranks.merged([loss_sum(model, teacher, b).double().item() for b in own])) / windows.numel()
 
 
 def micro_batch_that_fits(

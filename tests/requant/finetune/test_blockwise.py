@@ -7,7 +7,7 @@ from requant import ranks
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune import blockwise, compile_blocks
 from requant.finetune.compile_blocks import fused
-from requant.finetune.loop import loss_sum
+from requant.finetune.loss import loss_sum
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.experts import grouped_products

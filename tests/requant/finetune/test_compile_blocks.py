@@ -9,7 +9,7 @@ import torch
 
 from requant.finetune import compile_blocks
 from requant.finetune.compile_blocks import fused, kl
-from requant.finetune.loop import loss_sum
+from requant.finetune.loss import loss_sum
 from requant.finetune.step import TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher
 from requant.models.loading import load_model

@@ -6,10 +6,9 @@ import logging
 import pytest
 import torch
 
-from requant.finetune import loop
 from requant.finetune import teacher as module
-from requant.finetune.compile_blocks import hidden_error
-from requant.finetune.loop import loss_sum
+from requant.finetune.compile_blocks import hidden_error, kl
+from requant.finetune.loss import loss_sum, usable_hidden_weight
 from requant.finetune.teacher import Teacher
 from requant.models.targets import find_linears
 
@@ -68,14 +67,14 @@ def test_without_a_weight_the_loss_is_the_divergence_bit_for_bit(tiny_model, win
     original = tiny_model("llama")
     model, teacher = changed(original), Teacher(original, windows)
     with torch.no_grad():
-        expected = loop.kl(model(input_ids=windows).logits, teacher.logits(windows))
+        expected = kl(model(input_ids=windows).logits, teacher.logits(windows))
         assert torch.equal(loss_sum(model, teacher, windows, hidden_weight=0.0), expected)
 
 
 def test_a_model_whose_logits_need_more_than_the_states_has_none(tiny_model, windows, caplog) -> None:
     """OPT calls the decoder inside of its base model."""
     with caplog.at_level(logging.WARNING):
-        assert loop._usable(3.0, Teacher(tiny_model("opt"), windows)) == 0.0
-        assert loop._usable(3.0, Teacher(tiny_model("llama"), windows)) == 3.0
+        assert usable_hidden_weight(3.0, Teacher(tiny_model("opt"), windows)) == 0.0
+        assert usable_hidden_weight(3.0, Teacher(tiny_model("llama"), windows)) == 3.0
     (record,) = caplog.records
     assert record.message.startswith("hidden states are not matched: ")

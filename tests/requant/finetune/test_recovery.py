@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from requant.finetune.loop import loss_sum
+from requant.finetune.loss import loss_sum
 from requant.finetune.masked_adam import BETAS, EPSILON, MaskedDecay, MaskedDecayAdam
 from requant.finetune.recovery import PrunedWeight, recover
 from requant.finetune.teacher import Teacher
