@@ -14,19 +14,21 @@ step's windows.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune.best_values import BestValues
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
-from requant.finetune.compile_blocks import compiles, fused
+from requant.finetune.compile_blocks import Divergence, compiles, fused
 from requant.finetune.divided import Part
 from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
 from requant.finetune.memory import bytes_of_a_token
@@ -128,117 +130,199 @@ def train(
     earlier run stopped. Raises KeyboardInterrupt after the step in which a signal asked for it, with the state saved.
     """
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
-    count, length = teacher.windows.shape
-    batch_tokens = len(windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
-    # of a model that is large beside its GPU on the host
+    # on the host for a model that is large beside its GPU
     best_on = torch.device("cpu") if isinstance(teacher, HeadTeacher) else None
     best = BestValues(tensors, validated=val_windows is not None, on=best_on)
     micro_batch, models, recompute = None, [run.model], False
     if isinstance(teacher, Teacher):
         micro_batch = micro_batch_that_fits(
-            run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
+            run, trainables, derived, settings, teacher.windows.shape[1], reserved=teacher.bytes_to_come
         )
         hidden_weight = hidden_weight and usable_hidden_weight(hidden_weight, teacher)
         models, recompute = [run.model, teacher.model], None if micro_batch is None else False
-
-    def micro_batches(step: int) -> list[MicroBatch]:
-        chosen = windows_of_step(count, length, step, settings, run.recipe.seed)
-        own = chosen[ranks.rank() :: ranks.world_size()]
-        found = teacher.micro_batches(own, micro_batch) if len(own) else []
-        if isinstance(teacher, Teacher):
-            teacher.share(chosen)
-        return found
-
+    batches = _Batches(teacher=teacher, settings=settings, seed=run.recipe.seed, micro_batch=micro_batch)
     hosted = hosted_blocks(run.model)
     with (
-        ExitStack() as stack,
         deterministic(run.model),
         nullcontext() if hosted is None else hosted.bypassed(),
         single_precision(_widened(run, teacher, trainables, derived)),
         fused(models, settings.num_steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
-        ExitStack() as replaced,
+        _training_step(
+            run.model,
+            teacher,
+            trainables,
+            derived,
+            batch_tokens=batches.tokens_per_step,
+            optimizer=optimizer,
+            kl_of=kl_of,
+            distillation=distillation,
+            hidden_weight=hidden_weight,
+        ) as step,
     ):
-        if isinstance(teacher, HeadTeacher):
-            training_step = BlockwiseStep(
-                run.model,
-                teacher,
-                trainables,
-                derived,
-                batch_tokens=batch_tokens,
-                kl_of=kl_of,
-                hidden_weight=hidden_weight,
-            )
-            # also after an error: what `fused` put beneath them can only be taken away when they are gone
-            replaced.callback(training_step.forwards.close)
-        else:
-            loss = partial(
-                loss_sum,
-                run.model,
-                teacher,
-                kl_of=kl_of,
-                distillation=distillation,
-                hidden_weight=hidden_weight,
-            )
-            training_step = TrainingStep(
-                lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer
-            )
-
-        def measured(windows: Int64[Tensor, "h t"]) -> float:
-            if isinstance(training_step, BlockwiseStep):
-                return training_step.mean_kl()
-            assert isinstance(teacher, Teacher)
-            return mean_kl(run.model, teacher, windows)
-
-        resumed = saved.take()
-        done = 0 if resumed is None else resumed.value["step"]
-        if resumed is not None:
-            best.restore(resumed.value["best_kl"], resumed.tensors)
-            restore(buffers, "buffer", resumed.tensors)
-            training_step.restore(resumed.tensors)
-            if isinstance(teacher, Teacher):
-                for step in range(settings.num_steps if saved.round else done):
-                    micro_batches(step)  # its states as they were cached, in the same batches
-        elif val_windows is not None:
-            best.kl = measured(val_windows)
-
-        def state() -> dict[str, Tensor | Part]:
-            return {**training_step.state(), **numbered("buffer", buffers), **best.state()}
-
-        pace = Pace(run.model.device)
-        bar = stack.enter_context(
-            counted(settings.num_steps, label=run.label("training"), unit="steps", done=done)
+        training = _Training(
+            run=run,
+            batches=batches,
+            step=step,
+            derived=derived,
+            best=best,
+            saved=saved,
+            val_windows=val_windows,
+            between_steps=between_steps,
+            buffers=buffers,
         )
-        for step in range(done, settings.num_steps):
-            training_step(micro_batches(step), lr_schedule(step, settings))
-            pace()
-            shown: dict[str, str] = {}
-            if between_steps is not None:
-                shown |= between_steps(step)
-                for weight in derived:
-                    weight.apply()
-            last = step + 1 == settings.num_steps
-            if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
-                kl_now = measured(val_windows)
-                best.offer(kl_now)
-                shown |= {"kl": f"{kl_now:.4f}", "best": f"{best.kl:.4f}"}
-            bar.update(notes=shown)
-            if interrupts or (saved.due and not last):
-                saved.save(state, step=step + 1, best_kl=best.kl)
-            if interrupts:
-                raise KeyboardInterrupt
-        training_step.close()
-    best.apply()
-    ranks.copy_from(0, tensors)  # what ranks computed alike is then alike to the last bit
-    for weight in derived:
-        weight.apply()
-    if saved.due:
-        saved.save(
-            lambda: {**training_step.state(optimizer=False), **numbered("buffer", buffers)},
-            step=settings.num_steps,
-            best_kl=best.kl,
+        training.run_steps(training.start(), interrupts)
+        step.close()
+    training.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batches:
+    """The training windows of each step, and the part of them that this rank processes."""
+
+    teacher: Teacher | HeadTeacher
+    settings: Finetune
+    seed: int
+    micro_batch: int | None  # windows that go through the model at once; None: as the teacher sees fit
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return len(self._windows(0)) * self.teacher.windows.shape[1]
+
+    def of_step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of this rank."""
+        chosen = self._windows(step)
+        own = chosen[ranks.rank() :: ranks.world_size()]
+        found = self.teacher.micro_batches(own, self.micro_batch) if len(own) else []
+        if isinstance(self.teacher, Teacher):
+            self.teacher.share(chosen)
+        return found
+
+    def _windows(self, step: int) -> Int64[Tensor, " c"]:
+        count, length = self.teacher.windows.shape
+        return windows_of_step(count, length, step, self.settings, self.seed)
+
+
+@contextmanager
+def _training_step(
+    model: PreTrainedModel,
+    teacher: Teacher | HeadTeacher,
+    trainables: Sequence[TrainableTensor],
+    derived: Sequence[ReparametrizedWeight],
+    *,
+    batch_tokens: int,
+    optimizer: OptimizerOf,
+    kl_of: Divergence,
+    distillation: float,
+    hidden_weight: float,
+) -> Iterator[TrainingStep | BlockwiseStep]:
+    """A step of the model as a whole, or block by block where the teacher is a head with the original's states."""
+    if isinstance(teacher, Teacher):
+        loss = partial(
+            loss_sum, model, teacher, kl_of=kl_of, distillation=distillation, hidden_weight=hidden_weight
         )
+        yield TrainingStep(lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer)
+        return
+    step = BlockwiseStep(
+        model,
+        teacher,
+        trainables,
+        derived,
+        batch_tokens=batch_tokens,
+        kl_of=kl_of,
+        hidden_weight=hidden_weight,
+    )
+    try:
+        yield step
+    finally:
+        # also after an error: what `fused` put beneath them can only be taken away when they are gone
+        step.forwards.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """A training in progress: its steps, what is measured, saved and shown between them, and how it starts and ends."""
+
+    run: RunContext
+    batches: _Batches
+    step: TrainingStep | BlockwiseStep
+    derived: Sequence[ReparametrizedWeight]
+    best: BestValues
+    saved: SavedTraining
+    val_windows: Int64[Tensor, "h t"] | None
+    between_steps: Callable[[int], Mapping[str, str]] | None
+    buffers: Sequence[Tensor]
+
+    @property
+    def num_steps(self) -> int:
+        return self.batches.settings.num_steps
+
+    def start(self) -> int:
+        """Go on where an earlier run stopped, or measure the initial values; the number of steps that are done."""
+        found = self.saved.take()
+        if found is None:
+            if self.val_windows is not None:
+                self.best.kl = self._kl(self.val_windows)
+            return 0
+        self.best.restore(found.value["best_kl"], found.tensors)
+        restore(self.buffers, "buffer", found.tensors)
+        self.step.restore(found.tensors)
+        done = found.value["step"]
+        if isinstance(self.batches.teacher, Teacher):
+            for step in range(self.num_steps if self.saved.round else done):
+                self.batches.of_step(step)  # its states as they were cached, in the same batches
+        return done
+
+    def run_steps(self, done: int, interrupts: Sequence[int]) -> None:
+        """All steps after the first `done`. Raises KeyboardInterrupt after one in which a signal was noted."""
+        pace = Pace(self.run.model.device)
+        with counted(self.num_steps, label=self.run.label("training"), unit="steps", done=done) as bar:
+            for step in range(done, self.num_steps):
+                self.step(self.batches.of_step(step), lr_schedule(step, self.batches.settings))
+                pace()
+                bar.update(notes=self._after_step(step))
+                if interrupts or (self.saved.due and step + 1 < self.num_steps):
+                    self.saved.save(self._state, step=step + 1, best_kl=self.best.kl)
+                if interrupts:
+                    raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        """Write the best values into the trained tensors, on all ranks alike."""
+        self.best.apply()
+        ranks.copy_from(0, self.best.tensors)  # what ranks computed alike is then alike to the last bit
+        for weight in self.derived:
+            weight.apply()
+        if self.saved.due:
+            self.saved.save(self._state_at_end, step=self.num_steps, best_kl=self.best.kl)
+
+    def _after_step(self, step: int) -> dict[str, str]:
+        """Whatever is due after a step (from 0): masks, and every `eval_every` the KL; what the progress bar shows."""
+        notes: dict[str, str] = {}
+        if self.between_steps is not None:
+            notes |= self.between_steps(step)
+            for weight in self.derived:
+                weight.apply()
+        last = step + 1 == self.num_steps
+        if self.val_windows is not None and (last or (step + 1) % self.batches.settings.eval_every == 0):
+            kl = self._kl(self.val_windows)
+            self.best.offer(kl)
+            notes |= {"kl": f"{kl:.4f}", "best": f"{self.best.kl:.4f}"}
+        return notes
+
+    def _state(self) -> dict[str, Tensor | Part]:
+        return {**self.step.state(), **numbered("buffer", self.buffers), **self.best.state()}
+
+    def _state_at_end(self) -> dict[str, Tensor | Part]:
+        """Without the optimizer's state, and with the best values in the tensors themselves."""
+        return {**self.step.state(optimizer=False), **numbered("buffer", self.buffers)}
+
+    def _kl(self, windows: Int64[Tensor, "h t"]) -> float:
+        if isinstance(self.step, BlockwiseStep):
+            return self.step.mean_kl()
+        assert isinstance(self.batches.teacher, Teacher)
+        return mean_kl(self.run.model, self.batches.teacher, windows)
 
 
 def _widened(
