@@ -31,15 +31,10 @@ from transformers import PreTrainedModel
 from requant.calibration.hidden_states import StopForward
 from requant.finetune.compile_blocks import fused
 from requant.finetune.final import split_windows
-from requant.finetune.loop import (
-    learning_rate,
-    lr_schedule,
-    single_precision,
-    trainable_tensors,
-    windows_of_step,
-)
+from requant.finetune.loop import lr_schedule, single_precision, windows_of_step
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
+from requant.finetune.trainables import learning_rate, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eval import block_training
-from requant.finetune.loop import LR_OF_MANY
+from requant.finetune.trainables import LR_OF_MANY
 from requant.recipe.defaults import MOST_STEPS
 from requant.recipe.schema import Finetune, Predictor
 from requant.run.context import RunContext, Weights

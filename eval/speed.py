@@ -43,16 +43,11 @@ from requant.finetune.final import (
     teacher_of,
     trains_by_block,
 )
-from requant.finetune.loop import (
-    learning_rate,
-    params_without_codes,
-    single_precision,
-    train,
-    trainable_tensors,
-)
+from requant.finetune.loop import single_precision, train
 from requant.finetune.memory import training_bytes
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
+from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
 from requant.pipeline.completion import with_steps

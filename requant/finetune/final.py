@@ -25,19 +25,13 @@ from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.checkpoint.save import disk_dtypes
 from requant.errors import RecipeError
-from requant.finetune.loop import (
-    EMBEDDING_LR,
-    learning_rate,
-    params_without_codes,
-    single_precision,
-    train,
-    trainable_tensors,
-)
+from requant.finetune.loop import single_precision, train
 from requant.finetune.memory import training_bytes
 from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
+from requant.finetune.trainables import EMBEDDING_LR, learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import (
     QuantizedWeight,

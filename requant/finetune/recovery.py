@@ -30,17 +30,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from requant.finetune.final import original_model, save_finetuned_params, split_windows
-from requant.finetune.loop import (
-    learning_rate,
-    params_without_codes,
-    single_precision,
-    train,
-    trainable_tensors,
-)
+from requant.finetune.loop import single_precision, train
 from requant.finetune.masked_adam import MaskedDecay, MaskedDecayAdam
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor
 from requant.finetune.teacher import Teacher
+from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.semi_structured import SemiStructured
 from requant.models.targets import QuantTarget

@@ -32,16 +32,11 @@ from requant.finetune.final import (
     split_windows,
     teacher_of,
 )
-from requant.finetune.loop import (
-    learning_rate,
-    params_without_codes,
-    single_precision,
-    train,
-    trainable_tensors,
-)
+from requant.finetune.loop import single_precision, train
 from requant.finetune.memory import exhaustion_explained
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
+from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget

@@ -13,8 +13,9 @@ from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune
-from requant.finetune.loop import default_lr, learning_rate, micro_batch_that_fits
+from requant.finetune.loop import micro_batch_that_fits
 from requant.finetune.reparametrized import reparametrized_weights
+from requant.finetune.trainables import default_lr, learning_rate
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS

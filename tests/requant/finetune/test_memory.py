@@ -9,16 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from requant.finetune.final import params_in_single_precision, split_windows, teacher_of
-from requant.finetune.loop import (
-    params_without_codes,
-    single_precision,
-    train,
-    trainable_tensors,
-)
+from requant.finetune.loop import single_precision, train
 from requant.finetune.memory import training_bytes
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
+from requant.finetune.trainables import params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import pack, trainable_params
 from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
