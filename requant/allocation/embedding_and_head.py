@@ -153,7 +153,7 @@ def embedding_and_head_bits(
         said = {bits for bits in given.values() if bits is not None}
         if len(said) > 1:
             raise RecipeError(
-                f"budget.embedding_bits is {budget.embedding_bits} and budget.head_bits {budget.head_bits}, but this "
+                f"budget.embedding_bits is {budget.embedding_bits:g} and budget.head_bits {budget.head_bits:g}, but this "
                 "model ties them to one tensor; give the same."
             )
         given = {"embedding": next(iter(said), None)}

@@ -40,24 +40,24 @@ def test_what_may_be_chosen(run) -> None:
     assert embedding_and_head_bits(of(Budget()), untied) == {"embedding": (16,), "head": (16,)}
     assert embedding_and_head_bits(of(Budget(bits=3.0)), untied) == {"embedding": free, "head": free}
     assert embedding_and_head_bits(of(Budget(size=5)), untied) == {"embedding": free, "head": free}
-    assert embedding_and_head_bits(of(Budget(size=5, head_bits=8)), untied) == {
+    assert embedding_and_head_bits(of(Budget(size=5, head_bits=8.0)), untied) == {
         "embedding": free,
         "head": (8,),
     }
-    assert embedding_and_head_bits(of(Budget(head_bits=8)), tied) == {"embedding": (8,)}
-    assert embedding_and_head_bits(of(Budget(embedding_bits=6, head_bits=6)), tied) == {"embedding": (6,)}
+    assert embedding_and_head_bits(of(Budget(head_bits=8.0)), tied) == {"embedding": (8,)}
+    assert embedding_and_head_bits(of(Budget(embedding_bits=6.0, head_bits=6.0)), tied) == {"embedding": (6,)}
     with pytest.raises(
         RecipeError, match=r"embedding_bits is 4 and budget.head_bits 8, but this model ties them"
     ):
-        embedding_and_head_bits(of(Budget(embedding_bits=4, head_bits=8)), tied)
+        embedding_and_head_bits(of(Budget(embedding_bits=4.0, head_bits=8.0)), tied)
 
 
 def test_a_token_table_may_have_what_the_embedding_may(run) -> None:
     parts = embedding_and_head_of(run("gemma3n").model)
     assert parts.tied
-    given = embedding_and_head_bits(of(Budget(bits=3.0, head_bits=6)), parts)
+    given = embedding_and_head_bits(of(Budget(bits=3.0, head_bits=6.0)), parts)
     assert given == {"embedding": (6,), "model.embed_tokens_per_layer": (6,)}
-    assert embedding_and_head_bits(of(Budget(bits=3.0, embedding_bits=16)), parts) == dict.fromkeys(
+    assert embedding_and_head_bits(of(Budget(bits=3.0, embedding_bits=16.0)), parts) == dict.fromkeys(
         parts.parts, (16,)
     )
     free = embedding_and_head_bits(of(Budget(bits=3.0)), parts)
@@ -70,11 +70,11 @@ def test_trellis_codes_have_two_bits_and_quarters(run) -> None:
     assert found[:3] == (2, 2.25, 2.5) and found[-2:] == (8, 16)
     whole = embedding_and_head_bits(of(Budget(size=5, quarters=False), "trellis"), tied)["embedding"]
     assert whole == (2, 3, 4, 5, 6, 7, 8, 16)
-    assert embedding_and_head_bits(of(Budget(head_bits=2), "trellis"), tied) == {"embedding": (2,)}
+    assert embedding_and_head_bits(of(Budget(head_bits=2.0), "trellis"), tied) == {"embedding": (2,)}
     with pytest.raises(
         RecipeError, match=r"head_bits is 2, but an embedding or head on a grid takes 3 to 8 whole bits"
     ):
-        embedding_and_head_bits(of(Budget(head_bits=2)), tied)
+        embedding_and_head_bits(of(Budget(head_bits=2.0)), tied)
 
 
 class Odd(nn.Embedding):
@@ -91,7 +91,7 @@ def test_other_embeddings_stay_as_they_are(run) -> None:
             "head": (3, 4, 5, 6, 7, 8, 16),
         }
         with pytest.raises(ModelError, match=f"model.embed_tokens {why}.*give --head-bits 16"):
-            embedding_and_head_bits(of(Budget(embedding_bits=8)), embedding_and_head)
+            embedding_and_head_bits(of(Budget(embedding_bits=8.0)), embedding_and_head)
 
 
 def test_codes_of_trained_floats_take_their_place(run) -> None:
