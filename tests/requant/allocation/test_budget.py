@@ -61,7 +61,9 @@ def test_embedding_and_head_have_the_fewest_bits_that_add_little(
     found = allocate_bits(run)
     assert found.bytes <= bits * run.total_weights / 8  # theirs come on top
     kept = allocate_bits(
-        dataclasses.replace(run, recipe=recipe_of(budget=Budget(bits=bits, head_bits=16, embedding_bits=16)))
+        dataclasses.replace(
+            run, recipe=recipe_of(budget=Budget(bits=bits, head_bits=16.0, embedding_bits=16.0))
+        )
     )
     parts = embedding_and_head_of(run.model)
     widths = [*table_method(run.recipe).widths, 16]
@@ -100,7 +102,7 @@ def test_no_split_is_named_where_there_is_no_choice(tiny_folder, tiny_text_file:
     fixed = started(
         tiny_folder("llama"),
         tiny_text_file,
-        recipe_of(budget=Budget(bits=3.5, head_bits=8, embedding_bits=8)),
+        recipe_of(budget=Budget(bits=3.5, head_bits=8.0, embedding_bits=8.0)),
     )
     assert allocate_bits(fixed).best_split is None
     free = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=3.5)))
@@ -177,7 +179,7 @@ def test_a_run_that_stops_goes_on_with_its_allocation(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same bytes as an undisturbed run; matrices of another budget are not taken up."""
-    folder, recipe = str(tiny_folder("llama")), recipe_of("gptq", budget=Budget(bits=4.1, head_bits=8))
+    folder, recipe = str(tiny_folder("llama")), recipe_of("gptq", budget=Budget(bits=4.1, head_bits=8.0))
     undisturbed = requant.save(requant.quantize(folder, recipe, tiny_text_file), tmp_path / "undisturbed")
     kept = tmp_path / "kept.partial"
     put, made = Workspace.put, []
@@ -197,7 +199,7 @@ def test_a_run_that_stops_goes_on_with_its_allocation(
     saved = requant.save(resumed, tmp_path / "resumed")
     assert (saved / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     made[:] = ["already"] * 9
-    other = dataclasses.replace(recipe, budget=Budget(bits=5.3, head_bits=8))
+    other = dataclasses.replace(recipe, budget=Budget(bits=5.3, head_bits=8.0))
     requant.quantize(folder, other, tiny_text_file, workspace=Workspace(kept, resume=True))
     assert made.count("linear") == 14
 
@@ -259,7 +261,7 @@ def test_a_budget_for_the_file_weights_losses_by_the_bits_of_the_matrices(
     """2 of them in the smaller file, above 3 in the larger; with embedding and head both files have more than 3."""
 
     def allocated(first: float | None) -> Allocation:
-        budget = Budget(size=size, embedding_bits=8, head_bits=8, first_round_weight=first)
+        budget = Budget(size=size, embedding_bits=8.0, head_bits=8.0, first_round_weight=first)
         recipe = recipe_of("trellis", mode="best", budget=budget, finetune=Finetune(steps=2))
         return allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
 
@@ -280,6 +282,7 @@ def test_predictors_quantize_at_what_a_budget_for_the_file_leaves_the_matrices(
         return curvature(run, widths)
 
     monkeypatch.setattr("requant.allocation.budget.predicted_losses", predicted_losses)
+    bits = bits and float(bits)
     recipe = recipe_of("trellis", budget=Budget(size=size, embedding_bits=bits, head_bits=bits))
     run = started(tiny_folder("llama"), tiny_text_file, recipe)
     found = allocate_bits(run)

@@ -61,7 +61,7 @@ def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name
 
 def test_mode_best_keeps_it_with_what_is_learned(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
     """Beside the codes, and in an embedding of 6 bits."""
-    budget = Budget(bits=4.0, head_bits=6)
+    budget = Budget(bits=4.0, head_bits=6.0)
     recipe = recipe_of(mode="best", finetune=Finetune(steps=2, train_windows=8), budget=budget)
     result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
@@ -165,7 +165,7 @@ def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: 
     )
     folder = tiny_folder("llama")
     size = round(0.4 * folder_bytes(folder))
-    recipe = recipe_of("kmeans", mode="best", budget=Budget(size=size, head_bits=16, embedding_bits=16))
+    recipe = recipe_of("kmeans", mode="best", budget=Budget(size=size, head_bits=16.0, embedding_bits=16.0))
     result = requant.quantize(str(folder), recipe, tiny_text_file)
     assert result.allocation is not None and result.allocation.outlier_fractions
     found = (requant.save(result, tmp_path / "out") / "model.safetensors").stat().st_size

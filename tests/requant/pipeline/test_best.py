@@ -143,7 +143,7 @@ def test_best_beats_its_own_codes_at_the_same_bytes(without_outliers) -> None:
 
 def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_state) -> None:
     """Norms and embeddings learn too: the folder holds them, and the integral accounts for them."""
-    result = quantized(budget=Budget(bits=3.0, head_bits=16, embedding_bits=16))
+    result = quantized(budget=Budget(bits=3.0, head_bits=16.0, embedding_bits=16.0))
     diagnosis = result.diagnosis
     assert abs(diagnosis.other_params_delta) > 1e-4 * abs(diagnosis.delta_loss)
     assert diagnosis.total("pqi") + diagnosis.other_params_delta == pytest.approx(
