@@ -124,7 +124,12 @@ def perplexity_and_kl(
     finally:
         for each, mode in zip(models, training, strict=True):
             each.train(mode)
-    quantized, *compared = torch.cat(ranks.merged_tensors(scores), dim=1).double()
+    return _quality(torch.cat(ranks.merged_tensors(scores), dim=1), windows, text)
+
+
+def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: Text) -> Quality:
+    """Means and quantiles of the scores of all positions, in rows as `_score` gives them."""
+    quantized, *compared = scores.double()
     protocol = Protocol(
         text=text.name,
         sha256=text.sha256,
