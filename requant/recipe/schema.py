@@ -223,6 +223,10 @@ class Budget:
         _require(
             weight is None or 0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1"
         )  # NaN is not
+        # whole numbers are written as in a recipe that is read: one recipe has one hash
+        for name in ("bits", "head_bits", "embedding_bits"):
+            if isinstance(whole := getattr(self, name), int):
+                object.__setattr__(self, name, float(whole))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.kmeans import KmeansConfig
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
 from requant.recipe.shipped import available_recipes
 from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
 
@@ -49,6 +49,15 @@ def test_load_of_dump_is_the_recipe(recipe: Recipe, tmp_path: Path) -> None:
     assert reload(dump_recipe(recipe), tmp_path) == recipe
     assert from_dict(to_dict(recipe)) == recipe
     assert yaml.safe_load(dump_recipe(recipe)) == to_dict(recipe)  # plain data only
+
+
+def test_whole_bits_of_a_budget_are_written_as_they_are_read() -> None:
+    whole, read = (
+        Recipe(budget=Budget(bits=bits, head_bits=2 * bits, embedding_bits=2 * bits)) for bits in (3, 3.0)
+    )
+    assert dump_recipe(whole) == dump_recipe(read) and "head_bits: 6.0" in dump_recipe(read)
+    with pytest.raises(RecipeError, match=r"budget\.bits is 10{400}; it takes 1 to 8"):
+        Budget(bits=10**400)
 
 
 def test_random_recipes_round_trip(tmp_path: Path) -> None:
