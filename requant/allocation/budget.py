@@ -128,8 +128,12 @@ def allocate_bits(run: RunContext) -> Allocation:
         token_table_bits=of_token_tables(chosen),
         best_split=best_split,
     )
-    # of several processes all decide alike: losses that each computed by itself may differ in the last bit
-    decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
+    return _of_rank_zero(allocation)
+
+
+def _of_rank_zero(own: Allocation) -> Allocation:
+    """What rank 0 decided, on every rank: losses that each computed by itself may differ in the last bit."""
+    decided, _ = ranks.shared(dataclasses.asdict(own), {})
     loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
     split = None if decided["best_split"] is None else Split(**decided["best_split"])
     return Allocation(**(decided | {"loss_curve": loss_curve, "best_split": split}))
