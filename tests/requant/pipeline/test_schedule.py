@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import prepare
-from requant.pipeline.schedule import expected_stages
+from requant.pipeline.schedule import _Costs, expected_stages
 from requant.pipeline.statistics import statistics_passes
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Finetune, Sensitivity
@@ -30,6 +30,30 @@ def test_a_plan_counts_the_windows_that_the_model_writes(tiny_folder) -> None:
     without, few, many = (plan_of(count) for count in (0, 1000, 100_000))
     assert without.seconds < few.seconds < many.seconds
     assert without.peak_memory < few.peak_memory < many.peak_memory  # the original's states on them
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama", "trellis"), ("llama", "gptq"), ("qwen3-moe", "trellis")]
+)
+def test_hessians_take_the_products_of_every_input_and_output_once(
+    tiny_folder, monkeypatch, name: str, method: str
+) -> None:
+    """q, k and v read one input, so do gate and up; of experts those count that see a token."""
+    monkeypatch.setattr("requant.pipeline.schedule._rate", lambda _dtype, _device: 1.0)
+    recipe = recipe_of(method)
+    shaped = outline(str(tiny_folder(name)), recipe)
+    config = shaped.model.config
+    hidden, experts = config.hidden_size, name == "qwen3-moe"
+    wide = config.moe_intermediate_size if experts else config.intermediate_size
+    heads, kv = (
+        count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    seen = config.num_experts_per_tok if experts else 1
+    floats = hidden**2 + heads**2 + seen * (hidden**2 + wide**2)
+    if method == "trellis":
+        floats += heads**2 + 2 * kv**2 + hidden**2 + seen * (2 * wide**2 + hidden**2)
+    found = _Costs(shaped, shaped.recipe, "cuda")._hessians(shaped.targets)
+    assert found == pytest.approx(2 * shaped.windows.numel() * config.num_hidden_layers * floats)
 
 
 def test_the_time_of_own_text_is_that_of_its_decoding_steps(tmp_path: Path, monkeypatch) -> None:
