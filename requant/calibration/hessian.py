@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.calibration.experts import peers, same_routes, shrunk
+from requant.calibration.gram import add_gram, fill_lower_half
 from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import add_product, tensor_cores
 from requant.errors import NumericalError
@@ -249,13 +250,16 @@ class _Accumulator:
             )
         sums = self.found[name]
         sums.tokens += len(x)
-        add_product(sums.hessian, x, x, 1 / self.tokens)
+        add_gram(sums.hessian, x, 1 / self.tokens)
         if sums.cross is not None and z is not None:
             add_product(sums.cross, z.flatten(0, -2), x, 1 / self.tokens)
         sums.mean_abs += x.abs().sum(0, dtype=torch.float32) / self.tokens
 
     def finish(self, experts: Sequence[Sequence[str]]) -> None:
-        """Turn what was divided by all tokens into means over an expert's own, shrunk towards those of its layer."""
+        """Complete the Hessians, and turn what was divided by all tokens into means over an expert's own, shrunk towards
+        those of its layer."""
+        for statistics in {id(each): each for each in self.found.values()}.values():
+            fill_lower_half(statistics.hessian)
         averages: dict[tuple[int, ...], InputStatistics] = {}  # one of gate and up, which share their objects
         for names in experts:
             seen = [self.found[name] for name in names if name in self.found]

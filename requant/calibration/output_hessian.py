@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.block_by_block import Descent
-from requant.calibration.passes import add_product, finite, output_gradient_pass, tensor_cores
+from requant.calibration.gram import add_gram, fill_lower_half
+from requant.calibration.passes import finite, output_gradient_pass, tensor_cores
 from requant.models.targets import QuantTarget
 
 SEED = 0  # of the sampled tokens: the same text gives the same G
@@ -41,7 +42,7 @@ def output_hessians(
     }
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"]) -> None:
-        add_product(totals[target.name], gradient, gradient, 1 / windows.numel())
+        add_gram(totals[target.name], gradient, 1 / windows.numel())
 
     with tensor_cores(next(model.parameters()).device):
         output_gradient_pass(
@@ -55,4 +56,6 @@ def output_hessians(
             descent=descent,
             after_each=after_each,
         )
+    for total in totals.values():
+        fill_lower_half(total)
     return finite(totals)

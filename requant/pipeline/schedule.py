@@ -19,6 +19,7 @@ from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of,
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
+from requant.calibration.gram import products
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.finetune.final import trains_by_block
@@ -138,8 +139,8 @@ class _Costs:
         for target in targets:
             n, k = target.shape
             seen = 1.0 if target.experts is None else share
-            inputs[(target.name.rpartition(".")[0], *siblings(target.kind))] = seen * k**2
-            outputs += seen * n**2
+            inputs[(target.name.rpartition(".")[0], *siblings(target.kind))] = seen * products(k)
+            outputs += seen * products(n)
         needs = self.method.needs
         sides = sum(inputs.values()) * ("hessian" in needs) + outputs * ("output_hessian" in needs)
         return 2 * self.windows * sides / self.rate
