@@ -1,7 +1,7 @@
 """Seconds by stage and peak memory, to be compared with the targets for speed.
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
-    python -m eval.speed --best [--bits 3] [--keep FOLDER] [--deterministic]
+    python -m eval.speed --best [--bits 3] [--keep FOLDER] [--deterministic] [--log-file FILE]
     python -m eval.speed --best --shape 1b [--blocks 4] [--share 8] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
 
 `--nodes` compares the time of PQI with 2 Gauss nodes and with 32 plain ones. `--large` adds the 1B shape
@@ -54,6 +54,7 @@ from requant.pipeline.completion import with_steps
 from requant.pipeline.memory import expected_memory
 from requant.pipeline.outline import outline
 from requant.pipeline.prepare import prepare, start
+from requant.pipeline.schedule import expected_stages
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
 from requant.recipe.options import parse_size
@@ -83,8 +84,9 @@ def whole_run(
     gpus: int = 1,
     gpu_memory: str | None = None,
     keep: Path | None = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
-    """`requant quantize` from start to end; the checkpoint is kept in `keep`, and progress goes to stderr."""
+    """`requant quantize` from start to end; the checkpoint is kept in `keep`, and progress goes to stderr and `log`."""
     with tempfile.TemporaryDirectory() as parent:
         file = Path(parent) / "recipe.yaml"
         file.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -93,6 +95,8 @@ def whole_run(
                    "--device", device, "--dtype", dtype, "--gpus", gpus]  # fmt: skip
         if gpu_memory is not None:
             command += ["--gpu-memory", gpu_memory]
+        if log is not None:
+            command += ["--log-file", log]
         started, worked = time.perf_counter(), _seconds_of_children()
         done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True, text=True)
         total = time.perf_counter() - started
@@ -108,6 +112,9 @@ def whole_run(
         "gpus": gpus,
         "gpu_memory": gpu_memory,  # the limit; None: all
         "seconds": {**seconds, "start, load, hashes, save": total - sum(seconds.values())},
+        "planned_seconds": {
+            stage.name: stage.seconds for stage in expected_stages(outlined, outlined.recipe, device)
+        },
         "bits_per_weight": numbers["bits_per_weight"]["after"],
         "perplexity": numbers["perplexity"]["after"],
         "kl": numbers["mean_kl"],
@@ -290,6 +297,9 @@ def main(
     keep: Annotated[
         Path | None, typer.Option(help="Folder in which to keep the checkpoint of mode `best`.")
     ] = None,
+    log_file: Annotated[
+        Path | None, typer.Option(help="With `--best`: what each stage of the whole run took.")
+    ] = None,
     deterministic: Annotated[
         bool, typer.Option(help="With `--best`: gradients that are the same in every run.")
     ] = False,
@@ -320,13 +330,13 @@ def main(
                 name += f"_{gpus}_gpus" if gpus > 1 else ""
                 name += f"_in_{gpu_memory}" if gpu_memory is not None else ""
                 name += "_deterministic" if deterministic else ""
-                found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory)
+                found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory, log=log_file)
                 keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks, "share": share})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
         chosen = dataclasses.replace(chosen, deterministic=deterministic)
         name = "best_run" + (f"_{bits:g}" if bits != 2 else "") + ("_deterministic" if deterministic else "")
-        keep_row(name, whole_run(chosen, where, "auto", keep=keep))
+        keep_row(name, whole_run(chosen, where, "auto", keep=keep, log=log_file))
         return
     recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)
     keep_row("run", whole_run(recipe, where, "float32"))

@@ -53,9 +53,11 @@ def test_a_whole_run_is_the_command(tiny_folder, tiny_text_file: Path, tmp_path:
         Path(tiny_folder("llama")), tmp_path, num_samples=4, seq_len=32, bits=3.5, steps=2
     )
     recipe = dataclasses.replace(recipe, method="kmeans", quantizer=METHODS["kmeans"].config(bits=2))
-    found = speed.whole_run(recipe, "cpu", "float32", gpus=2, keep=tmp_path / "kept")
+    found = speed.whole_run(recipe, "cpu", "float32", gpus=2, keep=tmp_path / "kept", log=tmp_path / "log")
     assert (tmp_path / "kept" / "model.safetensors").is_file()
-    seconds = found["seconds"]
+    seconds, planned = found["seconds"], found["planned_seconds"]
     assert min(seconds[stage] for stage in ("statistics", "quantize", "finetuning", "evaluation")) > 0
+    log = (tmp_path / "log").read_text()
+    assert planned["evaluation"] > 0 and all(f"{stage} took" in log for stage in planned)
     assert sum(seconds.values()) == pytest.approx(found["wall_seconds"])
     assert found["bits_per_weight"] <= 3.5 and found["peak_bytes"] > 0 and found["predicted_bytes"] > 0
