@@ -88,7 +88,7 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
         run.model, run.recipe, run.targets, train_windows
     ):  # placed first, since the last ones are held out
         train_windows = torch.cat([study.own_text(own_windows, of=train_windows), train_windows])
-    run = dataclasses.replace(run, train_windows=train_windows)
+    run = dataclasses.replace(run, train_windows=train_windows, last_states=[])
     run = with_allocation(run, allocate_bits(run))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

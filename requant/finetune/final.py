@@ -30,7 +30,7 @@ from requant.finetune.memory import training_bytes
 from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
-from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
+from requant.finetune.teacher import HeadTeacher, Teacher, states_on_host, why_states_do_not_suffice
 from requant.finetune.trainables import EMBEDDING_LR, learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import (
@@ -122,7 +122,11 @@ def teacher_of(
     train_windows: Int64[Tensor, "b t"],
     val_windows: Int64[Tensor, "h t"] | None = None,
 ) -> Teacher | HeadTeacher:
-    """What the run learns from: the original, or its head and states where it learns block by block."""
+    """What the run learns from: the original, or its head and states where it learns block by block.
+
+    The windows are the first of `run.train_windows`, the validation windows those after them (`split_windows`). The first
+    call computes the states of all, `run.last_states`.
+    """
     device, (count, length) = run.model.device, run.train_windows.shape
     # of the smallest GPU: all ranks train in the same way
     memory = ranks.smallest(total_memory(device)) if device.type == "cuda" else None
@@ -135,9 +139,10 @@ def teacher_of(
             else why_states_do_not_suffice(run.model, train_windows[:1].to(run.model.device))
         )
         if reason is None:
-            return HeadTeacher(
-                run.model, train_windows, val_windows, label=run.label("the original's states")
-            )
+            if not run.last_states:
+                label = run.label("the original's states")
+                run.last_states.append(states_on_host(run.model, run.train_windows, label=label))
+            return HeadTeacher(run.model, train_windows, val_windows, states=run.last_states[0])
         logger.warning("the model is not trained block by block, and takes more memory: %s", reason)
     return Teacher(original_model(run), train_windows)
 

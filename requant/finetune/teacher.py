@@ -9,7 +9,7 @@ runs, with a base model that returns the cached states. If that gives different 
 than a quarter of the free memory, the blocks run in every step. With several processes each computes the states of its
 share of a step, and all of them keep those states, because the next epoch divides the windows differently.
 
-For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
+For a model that is trained block by block (`blockwise.py`) all states are computed once a run and kept on the host, in
 memory or in a file, and only the head of the original is left on the GPU (`HeadTeacher`). With several processes each
 computes the states of its share of the windows, into memory that all of them map. If the matrices are on the host
 (`models/hosted.py`), a block comes once for as many batches as the host has room for.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import batches, own_chunks
+from requant.calibration.batches import batches, first_batch, own_chunks
 from requant.calibration.block_by_block import batches_at_once
 from requant.calibration.hidden_states import after_blocks
 from requant.errors import InputError, first_line, is_out_of_memory
@@ -141,7 +141,8 @@ class HeadTeacher:
     """The head of the original, and its last hidden states on all windows, on the host.
 
     `model` holds the original weights now; it may hold others afterwards. The validation windows, if there are any, are
-    numbered on from the training windows.
+    numbered on from the training windows. `states` are what `states_on_host` gave for these windows and perhaps more
+    after them; None: they are computed.
     """
 
     def __init__(
@@ -150,12 +151,13 @@ class HeadTeacher:
         windows: Int64[Tensor, "b t"],
         val_windows: Int64[Tensor, "h t"] | None = None,
         *,
+        states: tuple[type, Float[Tensor, "b t d"]] | None = None,
         label: str | None = None,
     ) -> None:
         self.windows = windows
         self.all_windows = windows if val_windows is None else torch.cat([windows, val_windows])
         self.val = range(len(windows), len(self.all_windows))
-        self.states, self.output_class = _states_on_host(model, self.all_windows, label)
+        self.output_class, self.states = states or states_on_host(model, self.all_windows, label=label)
         blocks = find_blocks(model)[1]
         self.model: PreTrainedModel = copy.deepcopy(
             model, {id(blocks): nn.ModuleList()}
@@ -220,14 +222,14 @@ def why_states_do_not_suffice(model: PreTrainedModel, tokens: Int64[Tensor, "c t
 
 
 @torch.no_grad()
-def _states_on_host(
-    model: PreTrainedModel, windows: Int64[Tensor, "b t"], label: str | None
-) -> tuple[Float[Tensor, "b t d"], type]:
-    """The last hidden states of all windows, and the class of the base model's output."""
-    first = next(batches(windows, model, label=None))
-    with after_blocks(model, first[:1], [first[:1]], precision=mixed_precision)(0), mixed_precision(first):
-        output_class, states = last_states(model, first[:1])
-    found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
+def states_on_host(
+    model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None
+) -> tuple[type, Float[Tensor, "b t d"]]:
+    """The class of the base model's output, and its last hidden states of all windows; every rank computes its share."""
+    first = next(batches(windows[:1], model, label=None))
+    with after_blocks(model, first, [first], precision=mixed_precision)(0), mixed_precision(first):
+        output_class, one = last_states(model, first)
+    found, rows = _host_tensor((*windows.shape, one.shape[-1]), one.dtype), len(first_batch(windows, model))
     own = own_chunks(windows, model)
     hosted = hosted_blocks(model) is not None
     # states before a block, after it, and the last ones
@@ -238,13 +240,13 @@ def _states_on_host(
         for index, each in enumerate(tracked(part, label=None if hosted else label, unit="batches")):
             if each is None:
                 continue
-            tokens = to_device(each[1], first.device)
+            tokens = to_device(each[1], one.device)
             with blocks_ran(index), mixed_precision(tokens):
                 _, states = last_states(model, tokens)
-            start = each[0] * len(first)
+            start = each[0] * rows
             found[start : start + len(states)] = states.cpu()
     ranks.all_agree(True)  # those of the others are there
-    return found, output_class
+    return output_class, found
 
 
 def _host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

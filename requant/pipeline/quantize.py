@@ -240,7 +240,7 @@ def with_own_text(run: RunContext, count: int) -> RunContext:
         run.workspace.put("own-text", key, tensors={"windows": written})
     else:
         written = stored.tensors["windows"]
-    return dataclasses.replace(run, train_windows=torch.cat([written, run.train_windows]))
+    return dataclasses.replace(run, train_windows=torch.cat([written, run.train_windows]), last_states=[])
 
 
 def recipe_for(

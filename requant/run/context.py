@@ -76,7 +76,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every stage needs; its dicts and `flip_rates` fill up as the run goes."""
+    """What every stage needs; its dicts and lists fill up as the run goes."""
 
     model: PreTrainedModel
     targets: Sequence[QuantTarget]
@@ -100,6 +100,9 @@ class RunContext:
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     curvature: dict[str, list[Curvature]] = field(default_factory=dict)  # of embedding, head, token tables
+    # the original's last hidden states on `train_windows`, on the host, once training block by block has asked for them
+    # (and the class of its base model's output)
+    last_states: list[tuple[type, Tensor]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
     # share of the 2:4 masks that each update during training moved
     flip_rates: list[float] = field(default_factory=list)

@@ -9,7 +9,7 @@ from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune, teacher_of, trains_by_block
 from requant.finetune.memory import training_bytes
 from requant.finetune.recomputed_block import LearningBlock
-from requant.finetune.teacher import HeadTeacher, Teacher
+from requant.finetune.teacher import HeadTeacher, Teacher, states_on_host
 from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.best import best
 from requant.recipe.schema import Finetune
@@ -110,3 +110,25 @@ def test_a_step_that_is_broken_off_leaves_the_blocks_as_they_were(
         finetune(run, codes, run.recipe.finetune)
     gc.collect()  # an error in a generator that is collected is a warning, and warnings are errors here
     assert not any("forward" in vars(block) for block in find_blocks(run.model)[1])
+
+
+def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_file, monkeypatch) -> None:
+    """Those of training and validation windows, by the rounds; the last training reads them, and learns the same."""
+    computed: list[int] = []
+
+    def counted(model, windows, *, label=None):
+        computed.append(len(windows))
+        return states_on_host(model, windows, label=label)
+
+    monkeypatch.setattr("requant.finetune.final.states_on_host", counted)
+    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    weights = best(run)
+    again = finetune(run, weights, run.recipe.finetune)
+    assert computed == [len(run.train_windows)]
+    fresh = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    weights_again = best(fresh)
+    fresh.last_states.clear()
+    learned = finetune(fresh, weights_again, fresh.recipe.finetune)
+    assert computed == 3 * [len(run.train_windows)]
+    for name, weight in learned.items():
+        assert torch.equal(weight.dequantize(), again[name].dequantize())
