@@ -71,6 +71,7 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     settings = run.recipe.finetune
     compile_ahead(run, run.targets, wait=False)
     train_windows, _ = split_windows(run, settings)
+    progress.enter(f"{round_name(0, len(rounds))}, codes")  # which waits for the original's states
     teacher = teacher_of(run, settings, train_windows)
     other_params, lr = params_without_codes(run), learning_rate(run, settings)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
@@ -80,7 +81,8 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     with single_precision(params_in_single_precision(run.model, teacher)):
         for index, members in enumerate(rounds):
             name, saved.round = round_name(index, len(rounds)), index
-            progress.enter(f"{name}, codes")
+            if index:
+                progress.enter(f"{name}, codes")
             weights |= codes_of_round(run, members, first=index == 0)
             trainable |= {target.name: trainable_params(weights[target.name]) for target in members}
             run.statistics.clear()

@@ -1,13 +1,14 @@
 """The stages of a run in order, each with the seconds that it is expected to take.
 
-Times are floating-point operations over the rate of a short matrix product, plus the method's time per weight. If the GPUs
-are not present, the rate is that of an H200. `progress.py` shows the stages of a running run under these names: whatever
-`enter` is called with must be listed here.
+Times are floating-point operations over a share of the rate of a short matrix product, plus the method's time per weight. If
+the GPUs are not present, the rate is that of an H200. `progress.py` shows the stages of a running run under these names:
+whatever `enter` is called with must be listed here.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from math import ceil
 
@@ -38,10 +39,12 @@ from requant.recipe.schema import Recipe
 from requant.run.rounds import round_name, rounds_of
 from requant.sensitivity.pqi import NODES
 
-# operations a second of whole passes on an H200 in bfloat16: 6 * 1.24e9 parameters * 16384 tokens in the 0.29 s of a
-# training step of the 1B shape (docs/results.md)
-H200_RATE = 4.2e14
-FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
+# Operations a second of whole passes on an H200 in bfloat16, and their share of a plain product's rate, by device type. Two
+# H100s of 7.0e14 each reach 4.1e14 in statistics of an 8B shape and 3.8e14 in training (eval/results/speed-8b-h100.json),
+# one H200 4.2e14 in training of the 1B shape; at the width of bench-32m, 512, an H100 reaches about a sixth of that.
+H200_RATE = 4.0e14
+FRACTION_OF_PEAK = {"cpu": 0.35, "cuda": 0.57}
+FULL_WIDTH = 2048  # of hidden states; on a GPU, the rate of narrower models is in proportion to it
 FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
 # A decoding step of a batch on a GPU: its launches, and the bytes per second at which it reads weights, keys and values.
 # So 6144 windows of 1024 tokens of bench-32m take 25 s; an H100 took 22 at most (what the stages of a run leave).
@@ -86,7 +89,10 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         yield costs.training("recovery", whole, by_block=False)
     yield costs.embedding_and_head()
     if recipe.mode != "sparse" and costs.steps:
-        yield costs.training("fine-tuning", 0, by_block=costs.by_block)
+        last = costs.training("fine-tuning", 0, by_block=costs.by_block)
+        # block by block, states are those of the rounds
+        again = not (recipe.trains_in_rounds and costs.by_block)
+        yield replace(last, seconds=last.seconds + (costs.states() if again else 0.0))
     yield costs.diagnosis()
     tokens = prepared.eval_windows.numel()
     yield Stage(name="evaluation", kind="evaluation", seconds=2 * costs.forward(tokens))
@@ -99,7 +105,11 @@ class _Costs:
     def __init__(self, prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
         self.prepared, self.recipe, self.device = prepared, recipe, device
         self.parameters = sum(p.numel() for p in prepared.model.parameters())
-        self.rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
+        self.product_rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
+        self.rate = self.product_rate * FRACTION_OF_PEAK[device]
+        if device == "cuda":
+            width = prepared.model.get_input_embeddings().get_parameter("weight").shape[1]
+            self.rate *= min(1.0, width / FULL_WIDTH)
         self.method, self.nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
         self.windows, self.steps = prepared.windows.numel(), recipe.finetune.num_steps
         self.threads = torch.get_num_threads() if device == "cpu" else 1
@@ -120,14 +130,15 @@ class _Costs:
     def forward(self, tokens: int) -> float:
         return 2 * self.parameters * tokens / self.rate + self.brought
 
-    def backward(self, tokens: int, share: float = 1.0) -> float:
-        """Through all blocks, and back through a share of them, which large models compute once more for that."""
-        back = 3 if self.parameters >= RECOMPUTE_ABOVE else 2
+    def backward(self, tokens: int, share: float = 1.0, *, of_weights: bool = True) -> float:
+        """Through all blocks, and back through a share of them, which large models compute once more for that; gradients
+        `of_weights` are as much arithmetic as those of inputs."""
+        back = 1 + of_weights + (self.parameters >= RECOMPUTE_ABOVE)
         return 2 * self.parameters * tokens / self.rate * (1 + back * share) + 2 * self.brought
 
     def statistics(self, targets: Sequence[QuantTarget]) -> float:
         passes = self._passes(targets)
-        gradients = sum(self.backward(self.windows, share) for share in passes)
+        gradients = sum(self.backward(self.windows, share, of_weights=False) for share in passes)
         gradients *= len(self.method.needs & {"fisher", "output_hessian"})
         return gradients + self.inputs * (len(passes) if self.parallel else 1) + self._hessians(targets)
 
@@ -143,7 +154,7 @@ class _Costs:
             outputs += seen * products(n)
         needs = self.method.needs
         sides = sum(inputs.values()) * ("hessian" in needs) + outputs * ("output_hessian" in needs)
-        return 2 * self.windows * sides / self.rate
+        return 2 * self.windows * sides / self.product_rate
 
     def _passes(self, targets: Sequence[QuantTarget]) -> list[float]:
         return statistics_passes(self.prepared, self.recipe, self.device, targets)
@@ -160,7 +171,7 @@ class _Costs:
             PREDICTION_SECONDS[self.device] if "output_hessian" in self.method.predictor_needs else 0.0
         )
         # embedding and head: the same batches on every GPU
-        predicted += count_gpus(self.prepared) * self.backward(min(self.windows, TOKENS))
+        predicted += count_gpus(self.prepared) * self.backward(min(self.windows, TOKENS), of_weights=False)
         predictor = {
             "curvature": 0.0,
             "measured": each,
@@ -184,17 +195,23 @@ class _Costs:
         return Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
 
     def training(self, name: str, still_open: int, *, by_block: bool) -> Stage:
-        """A phase of training, with so many weights without codes."""
+        """A phase of training, with so many weights without codes. Block by block every block runs twice."""
         prepared, recipe, steps = self.prepared, self.recipe, self.steps
-        seconds = steps * 4 * 2 * self.parameters * tokens_of_step(prepared, recipe) / self.rate
+        passes = 4 if by_block else 3
+        seconds = steps * passes * 2 * self.parameters * tokens_of_step(prepared, recipe) / self.rate
         if prepared.hosted and recipe.finetune.trains:
-            # the teacher's states, and codes that are decoded in every step, forward and backward
+            # codes that are decoded in every step, forward and backward
             gpus = count_gpus(prepared)
             decoding = DECODE_SECONDS * weights_to_decode(prepared.targets, gpus)
             sending = hosted_bytes(prepared.targets) / SENT_BYTES if gpus > 1 else 0.0
-            seconds += self.forward(prepared.train_windows.numel()) + steps * 2 * (decoding + sending)
+            seconds += steps * 2 * (decoding + sending)
         shared = steps * _step_of_several(prepared, recipe, still_open, by_block=by_block)
         return Stage(name=name, kind="training", seconds=seconds + shared)
+
+    def states(self) -> float:
+        """Of the original's last hidden states on all that training sees."""
+        length = self.prepared.train_windows.shape[1]
+        return self.forward(length * windows_to_train(self.prepared)[0])
 
     def rounds(self) -> Iterator[Stage]:
         """Of mode `best`; the training after the last one is a stage of its own."""
@@ -204,7 +221,8 @@ class _Costs:
         for index, members in enumerate(rounds):
             still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
-            yield self.making_codes(f"{name}, codes", members, kept=self.kept and not index)
+            codes = self.making_codes(f"{name}, codes", members, kept=self.kept and not index)
+            yield replace(codes, seconds=codes.seconds + (0.0 if index else self.states()))
             if index + 1 < len(rounds):
                 yield self.training(f"{name}, training", still_open, by_block=self.by_block)
 
@@ -245,6 +263,8 @@ class _Costs:
             by_matrix = len(targets) * self.forward(min(self.windows, MATRIX_TOKENS_ON_CPU))
         blocks = 0 if hosted else len({target.block for target in targets})
         passes = (2 + self.nodes) * self.backward(diagnosed) + (2 + blocks) * self.forward(diagnosed)
+        if self.device == "cuda":  # weights at every point of the path, and each matrix by itself
+            passes += (4 + self.nodes) * sum(target.size for target in targets) * DECODE_SECONDS
         return Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
 
 
@@ -318,9 +338,9 @@ def of_fullest_rank(targets: Sequence[QuantTarget], size: Callable[[QuantTarget]
 
 @cache
 def _rate(dtype: torch.dtype, device: str) -> float:
-    """Floating-point operations a second of whole passes, from those of a square matrix product."""
+    """Floating-point operations a second of a square matrix product."""
     if device == "cuda" and not torch.cuda.is_available():
-        return H200_RATE
+        return H200_RATE / FRACTION_OF_PEAK[device]
     size = 4096 if device == "cuda" else 768
     a = torch.randn(size, size, device=device, dtype=dtype)
     torch.mm(a, a)
@@ -330,4 +350,4 @@ def _rate(dtype: torch.dtype, device: str) -> float:
         runs += 1
         if device == "cuda":
             torch.cuda.synchronize()
-    return FRACTION_OF_PEAK * 2 * size**3 * runs / (time.perf_counter() - start)
+    return 2 * size**3 * runs / (time.perf_counter() - start)

@@ -390,6 +390,6 @@ METHOD = Method(
     predictor_needs=frozenset({"hessian", "output_hessian"}),
     side_by_side=True,
     compile_ahead=compile_ahead,
-    seconds_per_weight={"cpu": 3.5e-5, "cuda": 6.3e-8},
+    seconds_per_weight={"cpu": 3.5e-5, "cuda": 5.5e-8},
     detach={"outlier_fraction": 0.0, "significant_fraction": 0.005},
 )

@@ -1,6 +1,7 @@
 """Planned times grow with the work, and are those that were measured."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from requant.recipe.schema import Budget, Calibration, Detach, Finetune, Sensiti
 from requant.run.rounds import rounds_of
 
 from .plans import recipe_of, save_shape
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_plan_counts_the_windows_that_the_model_writes(tiny_folder) -> None:
@@ -103,10 +106,10 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
             0.5
         ]  # the second half of the blocks
         stages[memory] = {each.name: each.seconds for each in expected_stages(shaped, shaped.recipe, "cuda")}
-    more = stages[79]["allocation"] - stages[300]["allocation"]  # predicted losses come on top of both
-    assert more > stages[300]["round 2 of 6, codes"] - stages[300]["round 1 of 6, codes"]
+    more, again = (stages[79][name] - stages[300][name] for name in ("allocation", "round 1 of 6, codes"))
+    assert more > again  # predicted losses come on top of both
     # its statistics of the first round are not kept where they took several passes
-    assert stages[79]["round 1 of 6, codes"] > 2 * stages[300]["round 1 of 6, codes"]
+    assert again > stages[300]["round 2 of 6, codes"] / 2
     assert stages[79]["round 2 of 6, codes"] == stages[300]["round 2 of 6, codes"]
 
 
@@ -123,3 +126,20 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
     assert seconds(finetune=Finetune(steps=9)) > seconds(finetune=Finetune(steps=1)) > base
     assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
     assert seconds(sensitivity=Sensitivity(nodes="plain32")) > base
+
+
+def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypatch) -> None:
+    """Codes with their statistics, and training, each within a fifth. The run compiled kernels too, which no plan counts."""
+    results = json.loads((ROOT / "eval" / "results" / "speed-8b-h100.json").read_text())
+    took = {stage["name"]: stage["seconds"] for stage in results["run_8b_2_gpus"]["stages"]}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = save_shape("8b", tmp_path)
+    recipe = dataclasses.replace(
+        default_recipe(source, None, gpu=True), budget=Budget(bits=2.0), finetune=Finetune(steps=16)
+    )
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda", gpus=2)
+    stages = expected_stages(shaped, shaped.recipe, "cuda")
+    for kind in ("codes", "training"):
+        names = [stage.name for stage in stages if stage.name.endswith(f", {kind}")][kind == "codes" :]
+        planned = sum(stage.seconds for stage in stages if stage.name in names)
+        assert planned == pytest.approx(sum(took[name] for name in names), rel=0.2)
