@@ -90,9 +90,8 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     yield costs.embedding_and_head()
     if recipe.mode != "sparse" and costs.steps:
         last = costs.training("fine-tuning", 0, by_block=costs.by_block)
-        # block by block, states are those of the rounds
-        again = not (recipe.trains_in_rounds and costs.by_block)
-        yield replace(last, seconds=last.seconds + (costs.states() if again else 0.0))
+        kept = recipe.trains_in_rounds and costs.by_block  # the states that the rounds computed
+        yield replace(last, seconds=last.seconds + (0.0 if kept else costs.states()))
     yield costs.diagnosis()
     tokens = prepared.eval_windows.numel()
     yield Stage(name="evaluation", kind="evaluation", seconds=2 * costs.forward(tokens))
@@ -209,9 +208,11 @@ class _Costs:
         return Stage(name=name, kind="training", seconds=seconds + shared)
 
     def states(self) -> float:
-        """Of the original's last hidden states on all that training sees."""
-        length = self.prepared.train_windows.shape[1]
-        return self.forward(length * windows_to_train(self.prepared)[0])
+        """Of the original's last hidden states: block by block those of all windows before the first step, else as steps
+        come to them."""
+        count, length = windows_to_train(self.prepared)
+        seen = self.steps * tokens_of_step(self.prepared, self.recipe)
+        return self.forward(count * length if self.by_block else min(count * length, seen))
 
     def rounds(self) -> Iterator[Stage]:
         """Of mode `best`; the training after the last one is a stage of its own."""
@@ -221,10 +222,12 @@ class _Costs:
         for index, members in enumerate(rounds):
             still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
+            states = 0.0 if index else self.states()
             codes = self.making_codes(f"{name}, codes", members, kept=self.kept and not index)
-            yield replace(codes, seconds=codes.seconds + (0.0 if index else self.states()))
+            yield replace(codes, seconds=codes.seconds + (states if self.by_block else 0.0))
             if index + 1 < len(rounds):
-                yield self.training(f"{name}, training", still_open, by_block=self.by_block)
+                phase = self.training(f"{name}, training", still_open, by_block=self.by_block)
+                yield replace(phase, seconds=phase.seconds + (0.0 if self.by_block else states))
 
     def sparse_part(self) -> Iterator[Stage]:
         """Of mode `paper`: outliers and significant weights."""

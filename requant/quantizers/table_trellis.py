@@ -221,8 +221,6 @@ TRELLIS = TableMethod(
     packed_spec=packed_spec,
     quantize=quantize,
     predicted_losses=predicted_losses,
-    seconds_per_weight={
-        "cpu": trellis.METHOD.seconds_per_weight["cpu"],
-        "cuda": 9e-8,
-    },  # 8B and 70B shapes on two H100s
+    # on a GPU as in runs of 8B and 70B shapes on two H100s (eval/results/speed-8b-h100.json)
+    seconds_per_weight={"cpu": trellis.METHOD.seconds_per_weight["cpu"], "cuda": 9e-8},
 )

@@ -100,8 +100,8 @@ class RunContext:
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     curvature: dict[str, list[Curvature]] = field(default_factory=dict)  # of embedding, head, token tables
-    # the original's last hidden states on `train_windows`, on the host, once training block by block has asked for them
-    # (and the class of its base model's output)
+    # once training block by block has asked for them: the class of the original's base model's output, and its last hidden
+    # states on `train_windows`, on the host
     last_states: list[tuple[type, Tensor]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
     # share of the 2:4 masks that each update during training moved

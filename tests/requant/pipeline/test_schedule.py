@@ -128,8 +128,23 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
     assert seconds(sensitivity=Sensitivity(nodes="plain32")) > base
 
 
+def test_states_of_the_original_are_counted_where_they_are_computed(tiny_folder, monkeypatch) -> None:
+    """Block by block before the first codes, for all trainings; else in the steps of the rounds and of the last training."""
+    source, states = str(tiny_folder("llama")), 1e6
+    where = {}
+    for by_block in (True, False):
+        finetune = Finetune(steps=3, rounds=2, blockwise=by_block)
+        recipe = recipe_of("trellis", mode="best", finetune=finetune)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Costs, "states", lambda _self: states)
+            stages = expected_stages(outline(source, recipe), recipe, "cuda")
+        where[by_block] = [stage.name for stage in stages if stage.seconds >= states]
+    assert where == {True: ["round 1 of 2, codes"], False: ["round 1 of 2, training", "fine-tuning"]}
+
+
 def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypatch) -> None:
-    """Codes with their statistics, and training, each within a fifth. The run compiled kernels too, which no plan counts."""
+    """Codes with their statistics, and training, each within a fifth, but for the first codes: how long the original's
+    states take, which come before them, depends on the text. The run compiled kernels too, which no plan counts."""
     results = json.loads((ROOT / "eval" / "results" / "speed-8b-h100.json").read_text())
     took = {stage["name"]: stage["seconds"] for stage in results["run_8b_2_gpus"]["stages"]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
