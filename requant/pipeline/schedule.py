@@ -18,6 +18,7 @@ from requant import ranks
 from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
+from requant.calibration.batches import tokens_at_once
 from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
@@ -93,8 +94,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         kept = recipe.trains_in_rounds and costs.by_block  # the states that the rounds computed
         yield replace(last, seconds=last.seconds + (0.0 if kept else costs.states()))
     yield costs.diagnosis()
-    tokens = prepared.eval_windows.numel()
-    yield Stage(name="evaluation", kind="evaluation", seconds=2 * costs.forward(tokens))
+    yield costs.evaluation()
     yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
 
 
@@ -266,9 +266,40 @@ class _Costs:
             by_matrix = len(targets) * self.forward(min(self.windows, MATRIX_TOKENS_ON_CPU))
         blocks = 0 if hosted else len({target.block for target in targets})
         passes = (2 + self.nodes) * self.backward(diagnosed) + (2 + blocks) * self.forward(diagnosed)
-        if self.device == "cuda":  # weights at every point of the path, and each matrix by itself
-            passes += (4 + self.nodes) * sum(target.size for target in targets) * DECODE_SECONDS
-        return Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
+        if self.recipe.finetune.trains:  # PQI of what was trained beside codes: all batches on every GPU
+            whole = self.nodes * self.backward(diagnosed, of_weights=False)
+            passes += count_gpus(self.prepared) * whole
+        return Stage(
+            name="diagnosis",
+            kind="diagnosis",
+            seconds=passes + by_matrix + self.decoding(self._decoded_in_diagnosis()),
+            bars=0,
+        )
+
+    def evaluation(self) -> Stage:
+        seconds = 2 * self.forward(self.prepared.eval_windows.numel()) + self.decoding(1)
+        return Stage(name="evaluation", kind="evaluation", seconds=seconds)
+
+    def decoding(self, times: float) -> float:
+        """To make floats of all codes so many times, as every GPU does that holds a whole model."""
+        if self.device != "cuda":
+            return 0.0
+        return times * sum(target.size for target in self.prepared.targets) * DECODE_SECONDS
+
+    def _decoded_in_diagnosis(self) -> float:
+        """How many times a GPU makes floats of all codes: for the step that the gradients of every batch are multiplied by,
+        at every node of PQI, and once to leave the model quantized after each score and each kind of dF."""
+        prepared, gpus = self.prepared, count_gpus(self.prepared)
+        count, length = prepared.windows.shape
+        count = min(count, max(1, DIAGNOSED_TOKENS // length))
+        at_once = tokens_at_once(prepared.model, count, length, gpu=True) // length
+        steps = (2 + self.nodes) * ceil(ceil(count / at_once) / gpus)
+        trained = self.recipe.finetune.trains
+        if prepared.hosted:  # whenever a block comes: in a pass that goes back all but the last come twice
+            back = 2 - 1 / len({target.block for target in prepared.targets})
+            return steps + self.nodes * (1 + trained) * back + 1
+        alone = 2 * (1 / gpus + 1)  # blocks, then matrices, of which each GPU takes a share
+        return steps + self.nodes + 3 + trained * (self.nodes + 1) + 1 + alone
 
 
 def _writing(prepared: Prepared | Outline) -> float:

@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from requant.formats.grid import Grid
+from requant.pipeline import quantize
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import prepare
 from requant.pipeline.schedule import _Costs, expected_stages
 from requant.pipeline.statistics import statistics_passes
 from requant.recipe.defaults import default_recipe
-from requant.recipe.schema import Budget, Calibration, Detach, Finetune, Sensitivity
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
 from requant.run.rounds import rounds_of
 
 from .plans import recipe_of, save_shape
@@ -158,3 +160,46 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
         names = [stage.name for stage in stages if stage.name.endswith(f", {kind}")][kind == "codes" :]
         planned = sum(stage.seconds for stage in stages if stage.name in names)
         assert planned == pytest.approx(sum(took[name] for name in names), rel=0.2)
+    # most of it is decoding: 33 of 66 seconds lay outside of its counters
+    for name in ("diagnosis", "evaluation"):
+        planned = next(stage.seconds for stage in stages if stage.name == name)
+        assert planned == pytest.approx(took[name], rel=0.15)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_diagnosis_decodes_as_often_as_planned(
+    tiny_folder, tiny_text_file: Path, hosted, monkeypatch, on_host: bool, steps: int
+) -> None:
+    """All weights, counted in a run of two batches; and another time in the evaluation."""
+    hosted(on_host)
+    monkeypatch.setattr("requant.calibration.batches._windows_at_once", lambda *_, **__: 32)
+    finetune = Finetune(steps=steps, tokens_per_step=32)
+    calibration, evaluation = Calibration(num_samples=64, seq_len=32), Evaluation(context=32, samples=0)
+    recipe = recipe_of("rtn", finetune=finetune, calibration=calibration, evaluation=evaluation)
+    decoded: list[int] = []
+    dequantize = Grid.dequantize
+    monkeypatch.setattr(
+        Grid, "dequantize", lambda grid: decoded.append(grid.codes.numel()) or dequantize(grid)
+    )
+    found: dict[str, int] = {}
+
+    def counted(stage: str) -> None:
+        whole = getattr(quantize, stage)
+
+        def count(*args, **kwargs):
+            decoded.clear()
+            result = whole(*args, **kwargs)
+            found[stage] = sum(decoded)
+            return result
+
+        monkeypatch.setattr(quantize, stage, count)
+
+    counted("diagnose")
+    counted("evaluate")
+    result = quantize.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    costs, weights = (
+        _Costs(result.prepared, result.recipe, "cpu"),
+        sum(t.size for t in result.prepared.targets),
+    )
+    assert found == {"diagnose": costs._decoded_in_diagnosis() * weights, "evaluate": weights}
