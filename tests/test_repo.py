@@ -51,7 +51,17 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "sparsity",
     "text",
 )
-BELOW_ALL = ("files", "progress", "display", "ranks", "processes", "errors", "extras", "version")
+BELOW_ALL = (
+    "kernel_choice",
+    "files",
+    "progress",
+    "display",
+    "ranks",
+    "processes",
+    "errors",
+    "extras",
+    "version",
+)
 
 
 def modules(folder: str) -> list[Path]:
