@@ -105,6 +105,16 @@ def float_view(folder: str | Path) -> dict[str, FloatTensor]:
     return view.mxfp4() if entry["quant_method"] == "mxfp4" else view.fp8()
 
 
+def stored_float_dtypes(folder: str | Path) -> set[torch.dtype]:
+    """The dtypes in which a folder's weight files hold their matrices; none where those are FP8 or MXFP4. Of a folder
+    without weights that of its config.json."""
+    config = _config(folder)
+    if config.get("quantization_config") is not None:
+        return set()
+    view = float_view(folder)
+    return {tensor.dtype for tensor in view.values() if len(tensor.shape) > 1} or {float_dtype(config)}
+
+
 def float_state(folder: str) -> tuple[dict[str, Any], torch.dtype]:
     """A state dict of a folder in FP8 or MXFP4, and the dtype in which its matrices are dequantized.
 

@@ -9,6 +9,7 @@ rounds of mode `best`, matrices that still learn would have to be on the host to
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Int64
@@ -21,6 +22,7 @@ from requant.errors import RecipeError
 from requant.finetune.final import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
+from requant.models.prequantized import stored_float_dtypes
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
@@ -62,6 +64,19 @@ def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int
 def hosted_bytes(targets: Sequence[QuantTarget]) -> int:
     """Of the matrices' floats."""
     return sum(target.size * target.parameter.element_size() for target in targets)
+
+
+def bytes_on_host(targets: Sequence[QuantTarget], folder: Path, *, gpus: int) -> int:
+    """Of the matrices' floats in the host's memory, of the processes of all `gpus`.
+
+    They share what is a view of the weight files in `folder`. Experts, which are copied one by one (`models/experts.py`),
+    and what is no float of the model's dtype in the files, each has for itself.
+    """
+    dtypes = stored_float_dtypes(folder)
+    return sum(
+        hosted_bytes([target]) * (1 if target.experts is None and target.parameter.dtype in dtypes else gpus)
+        for target in targets
+    )
 
 
 def largest_block(targets: Sequence[QuantTarget]) -> int:

@@ -12,7 +12,9 @@ from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import (
+    bytes_on_host,
     hosted_bytes,
+    largest_block,
     matrix_bytes,
     outside_bytes,
 )
@@ -104,10 +106,23 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
 
 
 def host_memory(prepared: Prepared | Outline, recipe: Recipe) -> int:
-    """Bytes of the host beside the matrices of a hosted model: its codes, and what training keeps there."""
+    """Bytes of the host beside the matrices of a hosted model, in the last training or, without one, at the end.
+
+    Each process has all codes, the originals of what has no codes or is coded last (embedding and head), and the pinned
+    memory into which the following block is read (`models/hosted.py`); training adds what it keeps there.
+    """
     gpus = count_gpus(prepared)
     training = 0
     if recipe.finetune.trains:
         windows = windows_to_train(prepared)
         training = hosted_training_bytes(prepared.model, prepared.targets, recipe, windows, gpus=gpus)
-    return gpus * sum(target.size for target in prepared.targets) + training
+    codes = sum(target.size for target in prepared.targets)
+    outside = outside_bytes(prepared.model, prepared.targets)
+    return gpus * (codes + outside + largest_block(prepared.targets)) + training
+
+
+def on_host(prepared: Prepared | Outline) -> int:
+    """Bytes of the host that the matrices of a hosted model take, of all processes."""
+    folder = prepared.folder if isinstance(prepared, Outline) else prepared.source
+    assert folder is not None  # a model that was given loaded stays where it is
+    return bytes_on_host(prepared.targets, folder, gpus=count_gpus(prepared))

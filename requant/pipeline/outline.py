@@ -37,7 +37,8 @@ class Outline:
 
     model: PreTrainedModel
     recipe: Recipe  # as the model limits and completes it
-    source: Path | None  # None: a folder without weight files
+    folder: Path
+    source: Path | None  # the same; None: it has no weight files
     targets: Sequence[QuantTarget]
     windows: Int64[Tensor, "b t"]
     train_windows: Int64[Tensor, "p t"]
@@ -70,6 +71,7 @@ def outline(
     return Outline(
         model=shapes,
         recipe=recipe,
+        folder=folder,
         source=folder if folder_bytes(folder) else None,
         targets=targets,
         windows=windows,

@@ -24,8 +24,8 @@ from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sp
 from requant.checkpoint.original_sizes import float_bytes
 from requant.display import format_seconds
 from requant.models.devices import total_memory
-from requant.pipeline.hosting import HOSTED, hosted_bytes
-from requant.pipeline.memory import expected_memory, host_memory
+from requant.pipeline.hosting import HOSTED
+from requant.pipeline.memory import expected_memory, host_memory, on_host
 from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
@@ -63,7 +63,7 @@ class Plan:
     code: str | None = None  # of a trellis
     tables: str | None = None  # bits of embedding and head, where they were not chosen but guessed
     training: str | None = None  # phases, steps, tokens; None without training
-    hosted_bytes: int = 0  # of the matrices that stay in the host's memory
+    hosted_bytes: int = 0  # of the matrices that stay in the host's memory, of all processes
     host_memory: int = 0  # beside them
     comparison: str | None = None  # of a 2:4 run: the plain codes of as many bytes
 
@@ -208,7 +208,7 @@ def make_plan(
         rotations=_rotations(prepared, recipe),
         tables=_guessed_tables(prepared, recipe, allocation),
         training=_training(prepared, recipe, device),
-        hosted_bytes=hosted_bytes(targets) if prepared.hosted else 0,
+        hosted_bytes=on_host(prepared) if prepared.hosted else 0,
         host_memory=host_memory(prepared, recipe) if prepared.hosted else 0,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from requant.calibration.passes import mean_loss
 from requant.errors import NumericalError, RecipeError
 from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
-from requant.pipeline.hosting import least_memory
+from requant.pipeline.hosting import bytes_on_host, least_memory
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare, start
@@ -23,6 +24,8 @@ from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
+
+from ..prequantized_folders import fp8_folder
 
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
 
@@ -227,6 +230,61 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
     assert "host's memory" in "\n".join(hosted.lines()) and "host's" not in "\n".join(fits.lines())
     monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
     assert not outline(recipe.model, recipe, device="cpu").hosted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what lies in files")
+@pytest.mark.parametrize(
+    ("name", "dtype", "stored"),
+    [
+        ("llama", "auto", "floats"),
+        ("llama", "bfloat16", "floats"),
+        ("llama", "bfloat16", "fp8"),
+        ("qwen3-moe", "auto", "floats"),
+    ],
+)
+def test_processes_share_the_matrices_that_lie_in_the_weight_files(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, hosted, name: str, dtype: str, stored: str
+) -> None:
+    """The plan counts all others once for each GPU: experts, and what is no float of the model's dtype there."""
+    hosted(True)
+    folder = (
+        tiny_folder(name) if stored == "floats" else fp8_folder(tiny_folder(name), tmp_path / "fp8", block=24)
+    )
+    prepared = prepare(str(folder), recipe_of("rtn"), tiny_text_file, dtype=dtype)
+    mapped = [
+        range(*(int(end, 16) for end in line.split()[0].split("-")))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(f"{folder}/model.safetensors")
+    ]
+    matrices = [target.hosted.stored for target in prepared.targets if target.hosted is not None]
+    own = sum(each.nbytes for each in matrices if not any(each.data_ptr() in where for where in mapped))
+    one, three = (bytes_on_host(prepared.targets, folder, gpus=gpus) for gpus in (1, 3))
+    assert one == sum(each.nbytes for each in matrices)
+    assert three == one + 2 * own
+    assert (own == 0) == (stored == "floats" and dtype == "auto" and name == "llama")
+    assert (own < one) == (dtype == "auto")
+
+
+def test_every_process_has_its_own_codes_and_floats_of_fp8_in_a_plan(
+    tiny_folder, tmp_path: Path, monkeypatch
+) -> None:
+    """Also of a folder without weight files."""
+    monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
+    recipe, config = recipe_of("rtn"), tmp_path / "config"
+    fp8 = fp8_folder(tiny_folder("llama"), tmp_path / "fp8", block=24)
+    config.mkdir()
+    shutil.copy(fp8 / "config.json", config)
+
+    def planned(folder: Path, gpus: int) -> tuple[int, int]:
+        outlined = outline(str(folder), recipe, device="cuda", gpus=gpus)
+        plan = make_plan(outlined, outlined.recipe, device="cuda")
+        return plan.hosted_bytes, plan.host_memory
+
+    one, two = planned(tiny_folder("llama"), 1), planned(tiny_folder("llama"), 2)
+    assert two == (one[0], 2 * one[1])
+    for folder in (fp8, config):
+        one, two = planned(folder, 1), planned(folder, 2)
+        assert two == (2 * one[0], 2 * one[1])
 
 
 HOSTED_COMMAND = """
