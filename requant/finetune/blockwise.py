@@ -35,7 +35,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.finetune.compile_blocks import Divergence, hidden_error
+from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.divided import Part, sum_over_ranks
 from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
@@ -51,8 +51,8 @@ from requant.finetune.teacher import HeadTeacher, logits_of_states
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
 
-TOKENS_AT_ONCE = 8192  # through a block
-LOGITS_AT_ONCE = 2**27  # 3 GB with their logarithms and gradients
+TOKENS_AT_ONCE = 16384  # through a block
+LOGITS_AT_ONCE = {"cpu": 2**27, "cuda": 2**29}  # 3 to 4 GB with all that is computed of them (`memory.py`)
 
 
 class BlockwiseStep:
@@ -71,10 +71,9 @@ class BlockwiseStep:
         derived: Sequence[ReparametrizedWeight],
         *,
         batch_tokens: int,
-        kl_of: Divergence,
         hidden_weight: float = 0.0,
     ) -> None:
-        self.model, self.teacher, self.kl_of, self.batch_tokens = model, teacher, kl_of, batch_tokens
+        self.model, self.teacher, self.batch_tokens = model, teacher, batch_tokens
         self.hidden_weight = hidden_weight
         blocks = list(find_blocks(model)[1])
         of_parameter = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
@@ -105,7 +104,8 @@ class BlockwiseStep:
         _, length = teacher.windows.shape
         head: Any = model.get_output_embeddings()
         self.chunks = ChunkSizes(
-            windows=max(1, TOKENS_AT_ONCE // length), positions=positions_at_once(head.weight.shape[0])
+            windows=max(1, TOKENS_AT_ONCE // length),
+            positions=positions_at_once(head.weight.shape[0], model.device.type),
         )
         self.blocks = [
             LearningBlock(
@@ -177,7 +177,7 @@ class BlockwiseStep:
             self.tensors,
             self.full_lrs,
             lambda i: self.optimizers[i].state[self.tensors[i]],
-            counts_on_cpu=not self.tensors[0].is_cuda,  # where Adam is fused they are on the GPU
+            counts_on_cpu=True,
         )
         for weight in self.outside:
             weight.apply()
@@ -258,7 +258,7 @@ class BlockwiseStep:
         with mixed_precision(hidden, keeps_casts=False):
             expected = self.teacher.logits(tokens, states[None])
             found = logits_of_states(self.model, self.teacher.output_class, tokens, hidden[None])
-        return self.kl_of(found, expected)
+        return kl(found, expected)
 
 
 def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTensor]) -> list[Tensor]:
@@ -269,6 +269,6 @@ def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTe
     return [each.tensor for each in trainables if each.tensor.dim() > 1 and id(each.tensor) in inside]
 
 
-def positions_at_once(vocabulary: int) -> int:
+def positions_at_once(vocabulary: int, device: str) -> int:
     """Positions with LOGITS_AT_ONCE logits, a power of two."""
-    return 1 << max(1, LOGITS_AT_ONCE // vocabulary).bit_length() - 1
+    return 1 << max(1, LOGITS_AT_ONCE[device] // vocabulary).bit_length() - 1

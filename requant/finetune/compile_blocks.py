@@ -1,14 +1,10 @@
 """Transformer blocks compiled for training on a GPU, so that elementwise work is fused.
 
 Of the 42 ms that a GPU spends on a step of bench-32m, 10 are matrix products and attention; the rest is four thousand
-small kernels for norms, rotary embeddings, activations and the KL divergence of the logits. Blocks of one class share
-their code, so one block is compiled for the model in training and one for the teacher, in seconds. The divergence
-
-    KL = sum_t sum_v p_v (log p_v - log q_v)
-
-is compiled too and reads the bfloat16 logits of both models. Blocks with experts are not compiled; their experts compute
-grouped products, which a CUDA graph can hold (`step.py`). Without a working compiler (torch.compile needs a C compiler), or
-if it fails on a block, blocks run eagerly.
+small kernels for norms, rotary embeddings, activations and the KL divergence of the logits (`divergence.py`). Blocks of one
+class share their code, so one block is compiled for the model in training and one for the teacher, in seconds. Blocks with
+experts are not compiled; their experts compute grouped products, which a CUDA graph can hold (`step.py`). Without a working
+compiler (torch.compile needs a C compiler), or if it fails on a block, blocks run eagerly.
 """
 
 import logging
@@ -16,13 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from inspect import signature, unwrap
+from inspect import signature
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant.errors import first_line
@@ -30,31 +23,17 @@ from requant.models.experts import Experts, grouped_products
 from requant.models.targets import find_blocks, replaced_forward
 
 logger = logging.getLogger(__name__)
-Divergence = Callable[[Tensor, Tensor], Tensor]
 MIN_STEPS_TO_COMPILE = 100  # fewer are done before the compiler is
 
 
-def kl(found: Float[Tensor, "b t v"], expected: Float[Tensor, "b t v"]) -> Float[Tensor, ""]:
-    """Sum over positions of KL(expected || found) of two models' logits, nats, in float32."""
-    q, p = found.float().log_softmax(-1), expected.float().log_softmax(-1)
-    return functional.kl_div(q, p, reduction="sum", log_target=True)
-
-
-def hidden_error(found: Float[Tensor, "... d"], expected: Float[Tensor, "... d"]) -> Float[Tensor, ""]:
-    """Sum over positions of ||found - expected||^2 / ||expected||^2 of two models' hidden states, in float32."""
-    expected = expected.float()
-    sizes = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((found.float() - expected).square().sum(-1) / sizes).sum()
-
-
 @contextmanager
-def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]:
-    """`kl`, compiled like the models' blocks while the context lasts, on a GPU and for enough steps.
+def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[None]:
+    """The models' blocks are compiled while the context lasts, on a GPU and for enough steps.
 
     Compiled blocks run under autocast only; validation, in float32, runs the blocks eagerly.
     """
     if not _on_gpus(models):
-        yield kl
+        yield
         return
     compiled = compiles(steps)
     with ExitStack() as stack:
@@ -67,9 +46,7 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
             stack.enter_context(
                 replaced_forward(block, _fused(block.forward, compiles=compiled and not routed))
             )
-        yield (
-            torch.compile(unwrap(kl), dynamic=False) if compiled else kl
-        )  # unwrap: without the type checks of tests
+        yield
 
 
 def compiles(steps: int) -> bool:

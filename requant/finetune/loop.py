@@ -22,10 +22,10 @@ from requant import ranks
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune.best_values import BestValues
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
-from requant.finetune.compile_blocks import Divergence, compiles, fused
+from requant.finetune.compile_blocks import compiles, fused
 from requant.finetune.divided import Part
 from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
-from requant.finetune.memory import bytes_of_a_token
+from requant.finetune.memory import BYTES_OF_A_LOGIT, activation_bytes
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -85,7 +85,7 @@ def train(
         deterministic(run.model),
         nullcontext() if hosted is None else hosted.bypassed(),
         single_precision(_widened(run, teacher, trainables, derived)),
-        fused(models, settings.num_steps) as kl_of,
+        fused(models, settings.num_steps),
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
         _training_step(
@@ -95,7 +95,6 @@ def train(
             derived,
             batch_tokens=batches.tokens_per_step,
             optimizer=optimizer,
-            kl_of=kl_of,
             distillation=distillation,
             hidden_weight=hidden_weight,
         ) as step,
@@ -153,15 +152,12 @@ def _training_step(
     *,
     batch_tokens: int,
     optimizer: OptimizerOf,
-    kl_of: Divergence,
     distillation: float,
     hidden_weight: float,
 ) -> Iterator[TrainingStep | BlockwiseStep]:
     """A step of the model as a whole, or block by block where the teacher is a head with the original's states."""
     if isinstance(teacher, Teacher):
-        loss = partial(
-            loss_sum, model, teacher, kl_of=kl_of, distillation=distillation, hidden_weight=hidden_weight
-        )
+        loss = partial(loss_sum, model, teacher, distillation=distillation, hidden_weight=hidden_weight)
         yield TrainingStep(lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer)
         return
     step = BlockwiseStep(
@@ -170,7 +166,6 @@ def _training_step(
         trainables,
         derived,
         batch_tokens=batch_tokens,
-        kl_of=kl_of,
         hidden_weight=hidden_weight,
     )
     try:
@@ -303,16 +298,16 @@ def micro_batch_that_fits(
 ) -> int | None:
     """Windows of `length` tokens that fit a GPU at once without recomputing blocks; None: not even one does.
 
-    An estimate with a margin of one half. It counts gradients, Adam's state and what tokens keep (`memory.py`), of which
-    compiled blocks, in 16 bits, keep half (a 1B shape 2.9 MB a token); `reserved` bytes are left free.
+    An estimate with a margin of one half. It counts gradients, Adam's state and what tokens keep (`memory.py`): activations,
+    of which compiled blocks, in 16 bits, keep half, and logits (a 1B shape 2.4 MB a token); `reserved` bytes are left free.
     """
     device = run.model.device
     if device.type != "cuda":
         return None
+    a_token = activation_bytes(run.targets) // (2 if compiles(settings.num_steps) else 1)
     head = run.model.get_output_embeddings()
-    a_token = bytes_of_a_token(run.targets, 0 if head is None else head.weight.shape[0])
-    if compiles(settings.num_steps):
-        a_token //= 2
+    if head is not None:
+        a_token += BYTES_OF_A_LOGIT["cuda"] * head.weight.shape[0]
     state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
     state += 4 * sum(weight.parameter.numel() for weight in derived)
     available = free_memory(device) - state

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.batches import rounds
-from requant.finetune.compile_blocks import Divergence, hidden_error, kl
+from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.teacher import Teacher, logits_of_states, why_states_do_not_suffice
 from requant.models.mixed_precision import mixed_precision
 
@@ -33,7 +33,6 @@ def loss_sum(
     tokens: Int64[Tensor, "b t"],
     states: Float[Tensor, "b t d"] | None = None,
     *,
-    kl_of: Divergence = kl,
     distillation: float = 1.0,
     hidden_weight: float = 0.0,
 ) -> Float[Tensor, ""]:
@@ -52,7 +51,7 @@ def loss_sum(
         else:
             found = model(input_ids=tokens, use_cache=False).logits
         expected = teacher.logits(tokens, states)
-    divergence = kl_of(found, expected) + error
+    divergence = kl(found, expected) + error
     if distillation == 1:
         return divergence
     surprise = functional.cross_entropy(

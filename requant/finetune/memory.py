@@ -13,7 +13,7 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     + R e                       the teacher's head
                     + its hidden states         before every block, float32, of all tokens of a step
                     + the larger of             one block: its weights' casts, gradients and activations, or a matrix's
-                                                moments in float32; or the logits, with logarithms and gradients
+                                                moments in float32 (not on a GPU); or the logits, with gradients
 
     hosted            12 R + R e                the model is larger than the GPU, all of its matrices are coded (`final.py`)
                     + 12 C / g                  scales of groups of g, with gradients and moments
@@ -48,7 +48,9 @@ from requant.recipe.schema import Finetune, Recipe
 from requant.run.quantize_linears import by_block as by_block_of
 from requant.run.rounds import rounds_of
 
-BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
+# Of both models. On a GPU in 16 bits, with a gradient (`divergence.py`), and one more for models that cap logits; elsewhere
+# in float32, with logarithms and gradients.
+BYTES_OF_A_LOGIT = {"cpu": 24, "cuda": 8}
 DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
 HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
 
@@ -67,10 +69,10 @@ def exhaustion_explained() -> Iterator[None]:
         ) from error
 
 
-def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int) -> int:
+def activation_bytes(targets: Sequence[QuantTarget]) -> int:
     """What the gradients of a token keep in eager blocks: inputs and outputs of every linear in float32, for all activations
-    between them, and the logits of both models."""
-    return 4 * sum(sum(target.shape) for target in targets) + BYTES_OF_A_LOGIT * vocabulary
+    between them."""
+    return 4 * sum(sum(target.shape) for target in targets)
 
 
 def training_bytes(
@@ -96,7 +98,7 @@ def training_bytes(
     tokens = length * -(-settings.windows_of_step(count, length) // gpus)
     embedding = model.get_input_embeddings().get_parameter("weight")
     vocabulary, hidden_size = embedding.shape
-    own, cast = embedding.element_size(), 2 if gpu else 0
+    own, cast, device = embedding.element_size(), 2 if gpu else 0, "cuda" if gpu else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
     with_codes = sum(target.size for target in targets if target.name in coded)
     still_open = sum(target.size for target in targets) - with_codes
@@ -116,14 +118,16 @@ def training_bytes(
             largest_target = max(target.size for target in targets)
             at_work = own * block + max(at_work, DECODED_BYTES * largest_target)
             state += 0 if group_size is None else 12 * with_codes // group_size
-        logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
-        largest = max(p.numel() for p in model.parameters() if id(p) not in tables)
-        return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
-    states = state_bytes(count * length, hidden_size, "cuda" if gpu else "cpu")
+        positions = min(tokens, positions_at_once(vocabulary, device))
+        logits = BYTES_OF_A_LOGIT[device] * vocabulary * positions
+        # moments of the largest tensor, which torch's Adam wants in float32
+        moments = 0 if gpu else 4 * max(p.numel() for p in model.parameters() if id(p) not in tables)
+        return state + max(hidden + max(at_work, logits + cast * embedding.numel()), moments)
+    states = state_bytes(count * length, hidden_size, device)
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
     state = parameters * (4 + cast + own) + 12 * (still_open + rest - fixed) + 9 * with_codes + states
-    return state + length * bytes_of_a_token(targets, vocabulary)
+    return state + length * (activation_bytes(targets) + BYTES_OF_A_LOGIT[device] * vocabulary)
 
 
 def fullest_phase(
@@ -201,6 +205,7 @@ def _block_at_work(
         return 0
     built = 8 if divided else 4  # matrices that are not kept whole are beside their gradients
     gradients = sum(target.size * ((8 if target.name in coded else built) + cast) for target in members)
-    moments = max((4 * target.size for target in members if target.name not in coded), default=0)
+    still_open = [target.size for target in members if target.name not in coded]
+    moments = 0 if cast else 4 * max(still_open, default=0)  # torch's Adam wants them in float32
     activations = 4 * sum(sum(target.shape) for target in members)
     return gradients + max(moments, min(tokens, TOKENS_AT_ONCE) * activations)

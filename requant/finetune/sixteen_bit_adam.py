@@ -1,30 +1,43 @@
 """Adam whose moments are bfloat16 between steps: 4 bytes per weight instead of 8.
 
 A moment moves by 5 or 10 % of its distance per step, which the 8 bits of bfloat16 resolve; a weight moves by less than
-bfloat16 could resolve, so weights stay float32. The arithmetic of a step is torch's, in float32.
+bfloat16 could resolve, so weights stay float32. The arithmetic of a step is in float32: on a GPU a kernel's, which reads and
+writes moments as they are (`requant_kernels/training/adam.py`), elsewhere torch's, between two casts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from requant.kernel_choice import usable_kernel
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+TOLERANCE = 1e-5  # of weights after two steps, relative to the distance that they went
 
 
 class SixteenBitAdam:
-    """An optimizer (0.9, 0.95) of parameter groups of one tensor each."""
+    """An optimizer (0.9, 0.95) of parameter groups of one tensor each; steps are counted on the CPU."""
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self.tensors = [group["params"][0] for group in param_groups]
-        self.each = [
-            torch.optim.Adam([group], betas=(0.9, 0.95), fused=tensor.is_cuda or None)
-            for group, tensor in zip(param_groups, self.tensors, strict=True)
-        ]
+        self.each = [torch.optim.Adam([group], betas=BETAS, eps=EPS) for group in param_groups]
 
     def step(self) -> None:
-        for optimizer in self.each:
-            _cast_moments(optimizer, torch.float32)
-            optimizer.step()
-            _cast_moments(optimizer, torch.bfloat16)
+        for optimizer, tensor in zip(self.each, self.tensors, strict=True):
+            plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
+            kernel = _kernel(tensor.device) if tensor.is_cuda and plain else None
+            if tensor.grad is None:
+                continue
+            if kernel is None:
+                _cast_moments(optimizer, torch.float32)
+                optimizer.step()
+                _cast_moments(optimizer, torch.bfloat16)
+            else:
+                _step(kernel, optimizer, tensor)
 
     def zero_grad(self) -> None:
         for optimizer in self.each:
@@ -35,3 +48,50 @@ def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].to(dtype)
+
+
+@torch.no_grad()
+def _step(kernel: Callable[..., None], optimizer: torch.optim.Optimizer, tensor: Tensor) -> None:
+    """By the kernel, with torch's state."""
+    state = optimizer.state[tensor]
+    if not state:
+        state["step"] = torch.zeros(())
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(tensor, dtype=torch.bfloat16)
+    state["step"] += 1
+    assert tensor.grad is not None
+    kernel(
+        tensor,
+        tensor.grad.contiguous(),
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        lr=optimizer.param_groups[0]["lr"],
+        step=int(state["step"]),
+        betas=BETAS,
+        eps=EPS,
+    )
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[..., None] | None:
+    """The kernel, if two of its steps agree with torch's on this device."""
+    start = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(device)
+    gradients = [start.roll(shift) for shift in (1, 2)]
+
+    def load() -> Callable[..., None]:
+        from requant_kernels.training.adam import adam_step
+
+        return adam_step
+
+    def agrees(kernel: Callable[..., None]) -> bool:
+        own, torchs = start.clone(), start.clone().requires_grad_()
+        optimizer = torch.optim.Adam([torchs], lr=0.01, betas=BETAS, eps=EPS)
+        moments = torch.zeros_like(start), torch.zeros_like(start)
+        for step, gradient in enumerate(gradients, start=1):
+            torchs.grad = gradient.clone()
+            optimizer.step()
+            kernel(own, gradient, *moments, lr=0.01, step=step, betas=BETAS, eps=EPS)
+        went = (torchs - start).detach().abs().max()
+        return bool((own - torchs).detach().abs().max() <= TOLERANCE * went)
+
+    return usable_kernel("adam", device, load, agrees)

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from requant.finetune.blockwise import BlockwiseStep
-from requant.finetune.compile_blocks import Divergence, kl
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor
 from requant.finetune.teacher import HeadTeacher
 from requant.formats.quantized_weight import trainable_params, weight_function
@@ -41,14 +40,13 @@ class Problem:
         for name, params in self.params.items():
             self.learning |= {f"{name}.{field}": value for field, value in params.items()}
 
-    def step(self, teacher: HeadTeacher, kl_of: Divergence = kl, hidden_weight: float = 0.0) -> BlockwiseStep:
+    def step(self, teacher: HeadTeacher, hidden_weight: float = 0.0) -> BlockwiseStep:
         return BlockwiseStep(
             self.model,
             teacher,
             [TrainableTensor(tensor=t, lr=1e-2) for t in self.learning.values()],
             self.derived,
             batch_tokens=64,
-            kl_of=kl_of,
             hidden_weight=hidden_weight,
         )
 

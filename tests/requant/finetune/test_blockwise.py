@@ -49,7 +49,7 @@ def gradients_block_by_block(
                 found[id(tensor)] = tensor.grad.clone()
 
     monkeypatch.setattr(SixteenBitAdam, "step", note)
-    monkeypatch.setattr(blockwise, "positions_at_once", lambda _: 7)
+    monkeypatch.setattr(blockwise, "positions_at_once", lambda *_: 7)
     monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 32)
     with recomputed_blocks(problem.model, False):
         step = problem.step(teacher, hidden_weight=hidden_weight)
@@ -151,9 +151,9 @@ def test_blocks_are_compiled_once_for_all_phases(
     model, teacher = tiny_model("llama"), HeadTeacher(tiny_model("llama"), windows)
     for kinds in (("q_proj", "k_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")):
         problem = Problem(model, random_weight, kinds)
-        with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE) as kl_of:
-            step = problem.step(teacher, kl_of)
+        with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE):
+            step = problem.step(teacher)
             step(teacher.micro_batches(torch.arange(4), None), 1.0)
             step.close()
-    # without a graph and with one, for the first block and the others, and the divergence
-    assert len(find_blocks(model)[1]) > 1 and counting_compiler.frame_count <= 4
+    # without a graph and with one, for the first block and the others
+    assert len(find_blocks(model)[1]) > 1 and counting_compiler.frame_count <= 3

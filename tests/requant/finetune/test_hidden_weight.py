@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from requant.finetune import teacher as module
-from requant.finetune.compile_blocks import hidden_error, kl
+from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.loss import loss_sum, usable_hidden_weight
 from requant.finetune.teacher import Teacher
 from requant.models.targets import find_linears

@@ -1,0 +1,45 @@
+"""Run under TRITON_INTERPRET=1 by `test_training.py`: the kernels of training against torch."""
+
+import interpreter_fixes  # noqa: F401
+import torch
+from requant_kernels.training.adam import adam_step
+from requant_kernels.training.divergence import FORWARD_LANES, kl_divergence
+from torch.nn import functional
+
+
+def check_divergence(*shape: int) -> None:
+    """Rows that fill no whole number of lanes, or one exactly; a logit that is ruled out has no part in anything."""
+    found, expected = 4 * torch.randn(shape), 4 * torch.randn(shape)
+    found[..., 1] = expected[..., 1] = -1e4
+    found.requires_grad_()
+    logarithms = found.log_softmax(-1), expected.log_softmax(-1)
+    wanted = functional.kl_div(*logarithms, reduction="sum", log_target=True)
+    (wanted_gradient,) = torch.autograd.grad(wanted / 7, found)
+    value = kl_divergence(found, expected)
+    torch.testing.assert_close(value, wanted, rtol=1e-5, atol=0)
+    (gradient,) = torch.autograd.grad(value / 7, found)
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-4, atol=1e-7)
+    assert not kl_divergence(found.detach(), expected).requires_grad
+    ruled_out = expected.masked_fill(expected < -5, -torch.inf)
+    assert kl_divergence(ruled_out, ruled_out + 3).abs() < 1e-3  # whatever is added to all of a row
+
+
+def check_adam(dtype: torch.dtype, tolerance: float) -> None:
+    torchs = torch.randn(3001).requires_grad_()
+    own, gradients = torchs.detach().clone(), torch.randn(5, 3001)
+    optimizer = torch.optim.Adam([torchs], lr=0.01, betas=(0.9, 0.95))
+    mean, square = torch.zeros(2, 3001, dtype=dtype)
+    for step, gradient in enumerate(gradients, start=1):
+        torchs.grad = gradient.clone()
+        optimizer.step()
+        adam_step(own, gradient, mean, square, lr=0.01, step=step, betas=(0.9, 0.95), eps=1e-8)
+    torch.testing.assert_close(own, torchs.detach(), rtol=0, atol=tolerance)
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+check_divergence(3, 5, 700)
+check_divergence(2, 2 * FORWARD_LANES + 3)
+check_divergence(1, FORWARD_LANES)
+check_adam(torch.float32, 1e-6)
+check_adam(torch.float16, 1e-4)
