@@ -1,4 +1,5 @@
-"""What can be said of a run from config.json alone: its matrices, how much text it takes, and whether it fits the GPU.
+"""What can be said of a run from config.json alone: its matrices, how much text it takes, and whether it fits the GPU. Where
+the tokenizer and the text are there too, how much that holds is counted.
 
 The model has all its modules, on the meta device, and no weights. A dry run for other GPUs (`--gpus`) plans with such an
 `Outline`, a sweep takes the completed recipe from it, and `prepare` asks, before it reads weights, where they are to stay.
@@ -28,6 +29,7 @@ from requant.pipeline.completion import (
 )
 from requant.pipeline.hosting import hosted_recipe, hosts_blocks
 from requant.pipeline.targets import recipe_targets, warn_of_no_experts
+from requant.pipeline.texts import windows_there
 from requant.recipe.schema import Recipe
 
 
@@ -63,7 +65,7 @@ def outline(
     recipe = hosted_recipe(recipe) if hosted else recipe
     by_default = recipe.finetune.steps is None
     recipe = with_steps(shapes, recipe)
-    windows, train_windows, eval_windows = _empty_windows(recipe)
+    windows, train_windows, eval_windows = _empty_windows(folder, recipe)
     warn_of_no_experts(targets, recipe)
     recipe, lacking = trained_where_it_fits(
         shapes, targets, recipe, train_windows, by_default, device=device, hosted=hosted
@@ -112,17 +114,18 @@ def _hosts_shapes(
 
 
 def _empty_windows(
-    recipe: Recipe,
+    folder: Path, recipe: Recipe
 ) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "p t"], Int64[Tensor, "e c"]]:
-    """As many as the recipe asks for: for statistics, for training and for evaluation."""
+    """As many as the recipe asks for and the texts hold: for statistics, for training and for evaluation."""
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
+    there, eval_there = windows_there(folder, recipe)
 
-    def empty(count: int, length: int) -> Int64[Tensor, "b t"]:
-        return torch.empty((count, length), dtype=torch.int64, device="meta")
+    def empty(count: float, length: int) -> Int64[Tensor, "b t"]:
+        return torch.empty((max(1, int(count)), length), dtype=torch.int64, device="meta")
 
     return (
-        empty(calibration.num_samples, calibration.seq_len),
-        empty(num_train, calibration.seq_len),
-        empty(evaluation.windows, evaluation.context),
+        empty(min(calibration.num_samples, there), calibration.seq_len),
+        empty(min(num_train, there), calibration.seq_len),
+        empty(min(evaluation.windows, eval_there), evaluation.context),
     )

@@ -1,5 +1,7 @@
 """The texts of a run, for calibration and evaluation: defaults, reading them, and cutting them into windows of tokens."""
 
+import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,11 +11,19 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from requant.errors import TextError
-from requant.models.loading import DEMO
+from requant.errors import ModelError, TextError
+from requant.models.loading import DEMO, load_tokenizer
 from requant.recipe.schema import Recipe
-from requant.text.sources import SELF, WIKITEXT, Text, read_text
-from requant.text.windows import overlap, sample_self, token_windows
+from requant.text.sources import NAMED_SETS, SELF, WIKITEXT, Text, read_text
+from requant.text.windows import (
+    check_holds_a_window,
+    count_tokens,
+    overlap,
+    sample_self,
+    token_windows,
+)
+
+READ = 1 << 26  # bytes of text files that are read to count what they hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,54 @@ def evaluation_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -
     return _usual_text("demo-eval" if source == DEMO else f"{WIKITEXT}:test", recipe.evaluation.field)
 
 
+def windows_there(folder: Path, recipe: Recipe) -> tuple[float, float]:
+    """About how many windows the recipe's texts hold, for calibration and for evaluation, for a plan that reads no weights.
+
+    Counted are text files on this machine of up to READ bytes, where the model's folder has a tokenizer, and text that the
+    model is to write, as much as the recipe takes; others hold infinitely many. Raises TextError for what the run refuses.
+    """
+    given, demo = recipe.calibration.text, folder == DEMO
+    seq_len, context = recipe.calibration.seq_len, recipe.evaluation.context
+    held_out = bool(given) and not demo and not recipe.evaluation.text
+    if list(given) == [SELF]:
+        count = recipe.calibration.num_samples
+        return (0.9 * count, 0.1 * count * seq_len / context) if held_out else (count, math.inf)
+    try:
+        tokenizer = load_tokenizer(str(folder))
+    except ModelError:  # a folder with nothing but config.json
+        return math.inf, math.inf
+    calibration = calibration_text(folder, recipe, given) if _is_here(given or demo * ("demo",)) else None
+    evaluation = None
+    if held_out:
+        calibration, evaluation = (None, None) if calibration is None else held_out_tenth(calibration)
+    elif _is_here(recipe.evaluation.text or demo * ("demo-eval",)):
+        evaluation = evaluation_text(folder, recipe, given)
+
+    def windows_of(text: Text | None, length: int) -> float:
+        if text is None:
+            return math.inf
+        tokens = count_tokens(text, tokenizer)
+        check_holds_a_window(text, tokens, length)
+        return tokens // length
+
+    return windows_of(calibration, seq_len), windows_of(evaluation, context)
+
+
+def _is_here(sources: Sequence[str]) -> bool:
+    """Whether all of these are named sets or files that take no time to read."""
+    files = [os.path.expanduser(source) for source in sources if source not in NAMED_SETS]
+    return bool(sources) and all(map(os.path.isfile, files)) and sum(map(os.path.getsize, files)) <= READ
+
+
+def held_out_tenth(whole: Text) -> tuple[Text, Text]:
+    """The text for calibration and, its last tenth, that for evaluation."""
+    cut = len(whole.text) * 9 // 10
+    return (
+        Text.from_documents(whole.name, [whole.text[:cut]]),
+        Text.from_documents(f"{whole.name} (last tenth, held out)", [whole.text[cut:]]),
+    )
+
+
 def _usual_text(name: str, field: str) -> Text:
     """What is read where the user names no text; so an error has to say how to name one."""
     try:
@@ -63,10 +121,7 @@ def in_windows(
 ) -> Texts:
     """The texts in windows; without one for evaluation the last tenth of the other is held out."""
     if evaluation is None:
-        whole, name = calibration.text, calibration.name
-        cut = len(whole) * 9 // 10
-        calibration = Text.from_documents(name, [whole[:cut]])
-        evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
+        calibration, evaluation = held_out_tenth(calibration)
     lengths = recipe.calibration.seq_len, recipe.evaluation.context
     with ThreadPoolExecutor(1) as beside:  # one after the other: threads may not share a tokenizer
 
