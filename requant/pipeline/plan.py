@@ -224,7 +224,9 @@ def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) ->
             prepared.targets,
             embedding_and_head_bits(recipe, embedding_and_head_of(prepared.model)),
         )
-    return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
+    # Passes over the text, the longest part of a dry run that has read the weights: the widths, the predicted loss and what
+    # other sizes would lose all follow from them. From config.json alone (`--gpus`) a plan does without either.
+    return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet, reported=False))
 
 
 def _guessed_tables(prepared: Prepared | Outline, recipe: Recipe, allocation: Allocation) -> str | None:

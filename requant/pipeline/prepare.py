@@ -315,8 +315,11 @@ def _training_that_fits(
     return recipe, lacking
 
 
-def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:
-    """The context of the stages. Raises ModelError where the recipe demands determinism that the model has not."""
+def start(
+    prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool, reported: bool = True
+) -> RunContext:
+    """The context of the stages; where nothing is `reported`, without the pass that counts the tokens of each expert. Raises
+    ModelError where the recipe demands determinism that the model has not."""
     demand_deterministic_gradients(prepared.model, recipe.deterministic)
     if prepared.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(prepared.model.device)
@@ -333,7 +336,9 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         source=prepared.source,
         routed_tokens=routed_tokens(
             prepared.model, prepared.windows, label=None if quiet else "tokens of each expert"
-        ),
+        )
+        if reported
+        else {},
         quiet=quiet,
     )
 

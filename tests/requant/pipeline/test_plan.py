@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from requant.allocation.budget import allocate_bits
 from requant.pipeline.memory import CHARACTER_BYTES_KEPT
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
-from requant.pipeline.prepare import prepare
+from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Finetune, Mode
+from requant.run.workspace import Workspace
 
 from .plans import recipe_of
 
@@ -84,3 +86,13 @@ def test_a_plan_says_how_often_it_trains(tiny_folder) -> None:
     own = dataclasses.replace(few, own_windows=1500)
     assert lines("paper", own) == [f"{expected}, with 1,500 windows that the model writes"]
     assert lines("best", Finetune(steps=0)) == []
+
+
+def test_a_plan_counts_no_tokens_of_experts(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    """A pass over the text which only a report would show; the bits of a budget need the other passes."""
+    recipe = recipe_of("gptq", budget=Budget(bits=4.5))
+    prepared = prepare(str(tiny_folder("qwen3-moe")), recipe, tiny_text_file)
+    run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
+    assert len(run.routed_tokens) > 0
+    monkeypatch.setattr("requant.pipeline.prepare.routed_tokens", None)
+    assert make_plan(prepared, recipe).allocation == allocate_bits(run)
