@@ -46,9 +46,10 @@ def own_chunks(
     model: PreTrainedModel,
     *,
     split: bool = True,
+    windows_each: int | None = None,
 ) -> Sequence[tuple[int, Int64[Tensor, "_ t"]] | None]:
-    """All of `rounds` at once, on the device of the windows."""
-    numbered = list(enumerate(chunks(windows, model, None)))
+    """All of `rounds` at once, or batches of `windows_each` windows, on the device of the windows."""
+    numbered = list(enumerate(chunks(windows, model, windows_each)))
     return ranks.rounds(numbered) if split else numbered
 
 
@@ -81,6 +82,11 @@ def chunks(
     """All `batches`, on the device of the windows."""
     gpu = next(model.parameters()).is_cuda
     return windows.split(windows_each or _windows_at_once(model, windows.shape[1], gpu=gpu))
+
+
+def windows_without_logits(length: int, *, gpu: bool) -> int:
+    """Windows of a batch for which the model computes no logits, so that they do not limit it."""
+    return max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // length)
 
 
 def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool) -> int:

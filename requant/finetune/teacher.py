@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import batches, first_batch, own_chunks
+from requant.calibration.batches import batches, own_chunks, windows_without_logits
 from requant.calibration.block_by_block import batches_at_once
 from requant.calibration.hidden_states import after_blocks
 from requant.errors import InputError, first_line, is_out_of_memory
@@ -229,8 +229,9 @@ def states_on_host(
     first = next(batches(windows[:1], model, label=None))
     with after_blocks(model, first, [first], precision=mixed_precision)(0), mixed_precision(first):
         output_class, one = last_states(model, first)
-    found, rows = _host_tensor((*windows.shape, one.shape[-1]), one.dtype), len(first_batch(windows, model))
-    own = own_chunks(windows, model)
+    found = _host_tensor((*windows.shape, one.shape[-1]), one.dtype)
+    rows = windows_without_logits(windows.shape[1], gpu=one.is_cuda)
+    own = own_chunks(windows, model, windows_each=rows)
     hosted = hosted_blocks(model) is not None
     # states before a block, after it, and the last ones
     at_once = batches_at_once(model, own, states=3) if hosted else len(own)
