@@ -2,7 +2,7 @@
 
     forward     for every block: h = block(h) without a graph; of all activations only h is kept
     divergence  LOGITS_AT_ONCE logits at a time, down to the gradient at the last hidden states
-    backward    for every block, the last first: block(h) again, with a graph, TOKENS_AT_ONCE tokens at a time
+    backward    for every block, the last first: block(h) again, with a graph, `block_tokens` tokens at a time
                 gradients of its coded matrices -> those of their trained floats, by the chain rule
                 matrices without codes -= Adam(gradients);  gradients dropped
 
@@ -51,7 +51,7 @@ from requant.finetune.teacher import HeadTeacher, logits_of_states
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
 
-TOKENS_AT_ONCE = 16384  # through a block
+TOKENS_AT_ONCE = 8192  # through a block, where a GPU has no room for all of a step (`memory.py`)
 LOGITS_AT_ONCE = {"cpu": 2**27, "cuda": 2**29}  # 3 to 4 GB with all that is computed of them (`memory.py`)
 
 
@@ -71,6 +71,7 @@ class BlockwiseStep:
         derived: Sequence[ReparametrizedWeight],
         *,
         batch_tokens: int,
+        block_tokens: int = TOKENS_AT_ONCE,
         hidden_weight: float = 0.0,
     ) -> None:
         self.model, self.teacher, self.batch_tokens = model, teacher, batch_tokens
@@ -104,7 +105,7 @@ class BlockwiseStep:
         _, length = teacher.windows.shape
         head: Any = model.get_output_embeddings()
         self.chunks = ChunkSizes(
-            windows=max(1, TOKENS_AT_ONCE // length),
+            windows=max(1, block_tokens // length),
             positions=positions_at_once(head.weight.shape[0], model.device.type),
         )
         self.blocks = [

@@ -26,7 +26,7 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.checkpoint.save import disk_dtypes
 from requant.errors import RecipeError
 from requant.finetune.loop import single_precision, train
-from requant.finetune.memory import training_bytes
+from requant.finetune.memory import FITS, training_bytes
 from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
@@ -45,7 +45,6 @@ from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
 BLOCKWISE_FROM = 2_500_000_000  # parameters; training them as a whole takes more than most GPUs have
-FITS = 0.9  # of a GPU's memory, which training as a whole may take by the estimate
 logger = logging.getLogger(__name__)
 
 
@@ -167,7 +166,15 @@ def trains_by_block(
     if device_memory is None:
         return False
     whole = training_bytes(
-        model, targets, (), settings, windows, by_block=False, gpu=True, device_memory=device_memory
+        model,
+        targets,
+        (),
+        settings,
+        windows,
+        by_block=False,
+        gpu=True,
+        device_memory=device_memory,
+        at_least=True,
     )
     return whole > FITS * device_memory
 

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.passes import recomputed_blocks
@@ -25,7 +24,7 @@ from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import compiles, fused
 from requant.finetune.divided import Part
 from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
-from requant.finetune.memory import BYTES_OF_A_LOGIT, activation_bytes
+from requant.finetune.memory import bytes_of_a_token, tokens_through_a_block, windows_that_fit
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -37,7 +36,7 @@ from requant.finetune.step import (
 )
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.deterministic import deterministic
-from requant.models.devices import Pace, free_memory
+from requant.models.devices import Pace, free_memory, total_memory
 from requant.models.hosted import hosted_blocks
 from requant.progress import counted
 from requant.recipe.schema import Finetune
@@ -89,10 +88,11 @@ def train(
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
         _training_step(
-            run.model,
+            run,
             teacher,
             trainables,
             derived,
+            settings,
             batch_tokens=batches.tokens_per_step,
             optimizer=optimizer,
             distillation=distillation,
@@ -145,10 +145,11 @@ class _Batches:
 
 @contextmanager
 def _training_step(
-    model: PreTrainedModel,
+    run: RunContext,
     teacher: Teacher | HeadTeacher,
     trainables: Sequence[TrainableTensor],
     derived: Sequence[ReparametrizedWeight],
+    settings: Finetune,
     *,
     batch_tokens: int,
     optimizer: OptimizerOf,
@@ -157,15 +158,27 @@ def _training_step(
 ) -> Iterator[TrainingStep | BlockwiseStep]:
     """A step of the model as a whole, or block by block where the teacher is a head with the original's states."""
     if isinstance(teacher, Teacher):
-        loss = partial(loss_sum, model, teacher, distillation=distillation, hidden_weight=hidden_weight)
+        loss = partial(loss_sum, run.model, teacher, distillation=distillation, hidden_weight=hidden_weight)
         yield TrainingStep(lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer)
         return
+    count, length = teacher.windows.shape
+    device = run.model.device
     step = BlockwiseStep(
-        model,
+        run.model,
         teacher,
         trainables,
         derived,
         batch_tokens=batch_tokens,
+        block_tokens=tokens_through_a_block(
+            run.model,
+            run.targets,
+            settings,
+            (count, length),
+            device_memory=total_memory(device) if device.type == "cuda" else None,
+            gpus=ranks.world_size(),
+            hosted=any(target.hosted is not None for target in run.targets),
+            group_size=getattr(run.recipe.quantizer, "group_size", None),
+        ),
         hidden_weight=hidden_weight,
     )
     try:
@@ -298,23 +311,17 @@ def micro_batch_that_fits(
 ) -> int | None:
     """Windows of `length` tokens that fit a GPU at once without recomputing blocks; None: not even one does.
 
-    An estimate with a margin of one half. It counts gradients, Adam's state and what tokens keep (`memory.py`): activations,
-    of which compiled blocks, in 16 bits, keep half, and logits (a 1B shape 2.4 MB a token); `reserved` bytes are left free.
+    Beside gradients and Adam's state, of what is free now; `reserved` bytes are left.
     """
     device = run.model.device
     if device.type != "cuda":
         return None
-    a_token = activation_bytes(run.targets) // (2 if compiles(settings.num_steps) else 1)
     head = run.model.get_output_embeddings()
-    if head is not None:
-        a_token += BYTES_OF_A_LOGIT["cuda"] * head.weight.shape[0]
+    vocabulary = 0 if head is None else head.weight.shape[0]
+    a_token = bytes_of_a_token(run.targets, vocabulary, device="cuda", compiled=compiles(settings.num_steps))
     state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
     state += 4 * sum(weight.parameter.numel() for weight in derived)
-    available = free_memory(device) - state
-    windows = max(1, settings.tokens_per_step // length)
-    while windows and 1.5 * windows * length * a_token > available:
-        windows //= 2
-    return windows or None
+    return windows_that_fit(free_memory(device) - state, a_token, length, settings) or None
 
 
 def lr_schedule(step: int, settings: Finetune) -> float:

@@ -29,8 +29,8 @@ With N GPUs each holds 8 O / N of the matrices without codes, and the hidden sta
 
 Every round turns open matrices into coded ones, so memory peaks in the first phase, but in the last one on three or more
 GPUs, since coded matrices are whole on each GPU and 8 / N < 1 + e. Not counted is what a phase of several GPUs takes
-briefly when it starts and ends: parameters that are whole next to the parts that learn. When training as a whole, a GPU
-fills the remaining memory with larger parts of a batch; the count assumes one window at a time, since it needs no more.
+briefly when it starts and ends: parameters that are whole next to the parts that learn. A GPU that has more memory than
+that takes more windows at once: of a batch (`windows_that_fit`), or through a block (`tokens_through_a_block`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 
 from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
+from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.teacher import MAX_MEMORY_FRACTION, state_bytes
 from requant.models.targets import QuantTarget, find_blocks
 from requant.models.token_tables import token_tables
@@ -52,6 +53,7 @@ from requant.run.rounds import rounds_of
 # in float32, with logarithms and gradients.
 BYTES_OF_A_LOGIT = {"cpu": 24, "cuda": 8}
 DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
+FITS = 0.9  # of a GPU's memory, which training may take by the estimate
 HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
 
 
@@ -69,10 +71,55 @@ def exhaustion_explained() -> Iterator[None]:
         ) from error
 
 
-def activation_bytes(targets: Sequence[QuantTarget]) -> int:
-    """What the gradients of a token keep in eager blocks: inputs and outputs of every linear in float32, for all activations
-    between them."""
-    return 4 * sum(sum(target.shape) for target in targets)
+def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int, *, device: str, compiled: bool) -> int:
+    """What the gradients of a token keep: inputs and outputs of every linear in float32, for all activations between
+    them, in compiled blocks, with 16 bits, half of that; and the logits. 2.4 MB in a compiled 1B shape."""
+    activations = 4 * sum(sum(target.shape) for target in targets)
+    return activations // (2 if compiled else 1) + BYTES_OF_A_LOGIT[device] * vocabulary
+
+
+def windows_that_fit(available: int, a_token: int, length: int, settings: Finetune) -> int:
+    """Windows of `length` tokens that go through a model at once: those of a step, halved until half as much again is
+    available, for the bytes of a token are an estimate; 0 if not even one fits."""
+    windows = max(1, settings.tokens_per_step // length)
+    while windows and 1.5 * windows * length * a_token > available:
+        windows //= 2
+    return windows
+
+
+def tokens_through_a_block(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    settings: Finetune,
+    windows: tuple[int, int],
+    *,
+    device_memory: int | None,
+    gpus: int,
+    hosted: bool,
+    group_size: int | None = None,
+) -> int:
+    """Tokens that go through a block at once: TOKENS_AT_ONCE, or all of a step where a GPU has room for them (None: there is
+    none). All phases of a run answer alike, since another number is another shape to compile: that without codes decides.
+    """
+    count, length = windows
+    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
+    if device_memory is None or tokens <= TOKENS_AT_ONCE:
+        return TOKENS_AT_ONCE
+    needed = training_bytes(
+        model,
+        targets,
+        [target.name for target in targets] if hosted else (),
+        settings,
+        windows,
+        by_block=True,
+        gpu=True,
+        device_memory=device_memory,
+        gpus=gpus,
+        hosted=hosted,
+        group_size=group_size,
+        block_tokens=tokens,
+    )
+    return tokens if needed <= FITS * device_memory else TOKENS_AT_ONCE
 
 
 def training_bytes(
@@ -88,11 +135,14 @@ def training_bytes(
     gpus: int = 1,
     hosted: bool = False,
     group_size: int | None = None,
+    block_tokens: int = TOKENS_AT_ONCE,
+    at_least: bool = False,
 ) -> int:
     """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training.
 
     Of `gpus` that work together, those of one. `hosted`: the model is larger than the GPU, and `group_size` the columns that
-    share a trained scale, if few do.
+    share a trained scale, if few do. `block_tokens` go through a block at once. `at_least`: with one window at a time as a
+    whole, not with as many as `device_memory` has room for.
     """
     count, length = windows
     tokens = length * -(-settings.windows_of_step(count, length) // gpus)
@@ -111,7 +161,8 @@ def training_bytes(
         state = 8 * still_open // gpus + 12 * rest - 8 * fixed + kept + rest * own
         hidden = 4 * tokens * hidden_size * (HOSTED_STATES if hosted else blocks + 2)
         at_work = max(
-            _block_at_work(targets, coded, index, tokens, cast, divided=gpus > 1) for index in range(blocks)
+            _block_at_work(targets, coded, index, min(tokens, block_tokens), cast, divided=gpus > 1)
+            for index in range(blocks)
         )
         if hosted:
             block = max(sum(target.size for target in members) for members in by_block_of(targets))
@@ -127,7 +178,14 @@ def training_bytes(
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
     state = parameters * (4 + cast + own) + 12 * (still_open + rest - fixed) + 9 * with_codes + states
-    return state + length * (activation_bytes(targets) + BYTES_OF_A_LOGIT[device] * vocabulary)
+    compiled = gpu and settings.num_steps >= MIN_STEPS_TO_COMPILE
+    a_token = bytes_of_a_token(targets, vocabulary, device=device, compiled=compiled)
+    at_once = (
+        windows_that_fit(device_memory - state, a_token, length, settings) if gpu and not at_least else 0
+    )
+    if at_once:
+        return state + at_once * length * a_token
+    return state + length * bytes_of_a_token(targets, vocabulary, device=device, compiled=False)
 
 
 def fullest_phase(
@@ -143,6 +201,17 @@ def fullest_phase(
     hosted: bool = False,
 ) -> int:
     """`training_bytes` of the phase that takes most: one after every round of mode `best`, else one at the end."""
+    group_size = getattr(recipe.quantizer, "group_size", None)
+    block_tokens = tokens_through_a_block(
+        model,
+        targets,
+        recipe.finetune,
+        windows,
+        device_memory=device_memory if gpu else None,
+        gpus=gpus,
+        hosted=hosted,
+        group_size=group_size,
+    )
     names = {target.name for target in targets}
     coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
     if recipe.trains_in_rounds:
@@ -160,7 +229,8 @@ def fullest_phase(
             device_memory=device_memory,
             gpus=gpus,
             hosted=hosted,
-            group_size=getattr(recipe.quantizer, "group_size", None),
+            group_size=group_size,
+            block_tokens=block_tokens,
         )
         for each in coded
     )
@@ -208,4 +278,4 @@ def _block_at_work(
     still_open = [target.size for target in members if target.name not in coded]
     moments = 0 if cast else 4 * max(still_open, default=0)  # torch's Adam wants them in float32
     activations = 4 * sum(sum(target.shape) for target in members)
-    return gradients + max(moments, min(tokens, TOKENS_AT_ONCE) * activations)
+    return gradients + max(moments, tokens * activations)

@@ -54,8 +54,9 @@ def test_size_and_memory_decide_where_the_recipe_does_not(tiny_model, monkeypatc
         settings = Finetune(steps=1, blockwise=blockwise)
         return trains_by_block(model, targets, settings, windows, device_memory=memory)
 
+    settings = Finetune(steps=1)
     whole = training_bytes(
-        model, targets, (), Finetune(steps=1), windows, by_block=False, gpu=True, device_memory=10**9
+        model, targets, (), settings, windows, by_block=False, gpu=True, device_memory=10**9, at_least=True
     )
     assert not decided() and decided(True) and not decided(memory=10**9)
     assert decided(memory=round(whole / 2)) and not decided(False, memory=round(whole / 2))

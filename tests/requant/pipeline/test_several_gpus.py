@@ -99,6 +99,7 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
             gpu=True,
             device_memory=1,
             gpus=gpus,
+            block_tokens=16_384,  # all of a step, since this GPU has room for them
         )
         for index in range(len(rounds))
     ]
