@@ -151,7 +151,7 @@ class HeadTeacher:
         windows: Int64[Tensor, "b t"],
         val_windows: Int64[Tensor, "h t"] | None = None,
         *,
-        states: tuple[type, Float[Tensor, "b t d"]] | None = None,
+        states: tuple[type, Float[Tensor, "n t d"]] | None = None,
         label: str | None = None,
     ) -> None:
         self.windows = windows

@@ -128,8 +128,8 @@ class BandedLinear(nn.Module):
         assert found is not None
         return found
 
-    def _bands(self) -> "Sequence[KernelLinear]":
-        return cast("Sequence[KernelLinear]", self.bands)
+    def _bands(self) -> "list[KernelLinear]":
+        return cast("list[KernelLinear]", list(self.bands))
 
     def _layouts(self) -> list[TrellisLayout]:
         return [cast(TrellisLayout, band.layout) for band in self._bands()]
