@@ -71,6 +71,13 @@ def shared() -> Callable[[str], Path]:
     return path_of
 
 
+@pytest.fixture
+def unchecked_types(pytestconfig: pytest.Config) -> None:
+    """Skips a test that passes objects of wrong types, where these are checked at every call, before the product does."""
+    if pytestconfig.getoption("--jaxtyping-packages", None):
+        pytest.skip("the check of types refuses what the test passes")
+
+
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
     import torch

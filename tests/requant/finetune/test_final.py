@@ -208,5 +208,6 @@ def test_processes_train_alike_on_gpus_of_two_sizes(tiny_folder, tiny_text_file,
     monkeypatch.setattr(final, "total_memory", lambda _: 80)
     monkeypatch.setattr(ranks, "smallest", lambda own: min(own, 24))
     monkeypatch.setattr(final, "trains_by_block", lambda *_, device_memory: asked.append(device_memory))
-    monkeypatch.setattr(final, "Teacher", lambda *_: "as a whole")
-    assert final.teacher_of(run, settings, run.train_windows) == "as a whole" and asked == [24]
+    teacher = object.__new__(final.Teacher)
+    monkeypatch.setattr(final, "Teacher", lambda *_: teacher)
+    assert final.teacher_of(run, settings, run.train_windows) is teacher and asked == [24]

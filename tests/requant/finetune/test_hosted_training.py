@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 import subprocess
@@ -175,7 +176,7 @@ def test_codes_are_decoded_once_for_a_block_that_is_asked_again(run, monkeypatch
 def _block_of(derived) -> DecodedBlock:
     """That which the functions share."""
     (value,) = {id(weight.value): weight.value for weight in derived[:1]}.values()
-    floats = value.__closure__[0].cell_contents
+    floats = inspect.unwrap(value.__closure__[0].cell_contents)
     return next(
         cell.cell_contents for cell in floats.__closure__ if isinstance(cell.cell_contents, DecodedBlock)
     )

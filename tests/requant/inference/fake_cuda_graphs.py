@@ -22,6 +22,7 @@ POOL = object()
 class FakeGraph:
     """What one capture noted."""
 
+    __class__ = torch.cuda.CUDAGraph  # for `isinstance`, as a mock of a class does
     made: ClassVar["list[FakeGraph]"] = []
 
     def __init__(self) -> None:

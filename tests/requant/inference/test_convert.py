@@ -112,8 +112,10 @@ def test_trellis_siblings_share_one_rotation_of_their_input(random_trellis) -> N
 def test_matrices_of_an_expert_stay_apart(random_trellis) -> None:
     """They are stacked with those of the other experts (`inference/experts.py`)."""
     shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
-    layers = [quant_linear(random_trellis(*shape), None) for shape in shapes.values()]
+    layers = [nn.Linear(k, n, bias=False) for n, k in shapes.values()]
     model: Any = nn.Sequential(Expert(layers, list(shapes), None))
+    for name, shape in shapes.items():
+        model[0].set_submodule(name, quant_linear(random_trellis(*shape), None))
     model.dtype = torch.float32
     convert_to_kernels(model, device="cpu")
     assert {type(model[0].get_submodule(name)) for name in shapes} == {KernelLinear}

@@ -74,17 +74,28 @@ def test_a_loaded_model_whose_folder_is_gone(
     assert torch.equal(logits(requant.load(requant.save(result, tmp_path / "out"))), logits(model))
 
 
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_tokenizer_and_no_model_is_refused(tiny_folder) -> None:
+    source = str(tiny_folder("llama"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for given, arguments, sentence in (
+        (source, {"tokenizer": "gpt2"}, "must be a tokenizer of transformers, not str"),
+        (model, {"tokenizer": "gpt2"}, "must be a tokenizer of transformers, not str"),
+        (torch.nn.Linear(3, 3), {}, "must be a text or a loaded model, not Linear"),
+    ):
+        for call in (requant.quantize, requant.score):
+            with pytest.raises(ModelError, match=sentence):
+                call(given, tiny_recipe("rtn"), **arguments)
+
+
 def test_what_does_not_go_with_a_model_is_refused(tiny_folder, tokenizer, monkeypatch) -> None:
     source = str(tiny_folder("llama"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     monkeypatch.setattr("requant.pipeline.targets.find_linears", lambda *_, **__: pytest.fail("worked"))
     for given, arguments, sentence in (
         (source, {"tokenizer": tokenizer}, "tokenizer= goes with a loaded model"),
-        (source, {"tokenizer": "gpt2"}, "must be a tokenizer of transformers, not str"),
-        (model, {"tokenizer": "gpt2"}, "must be a tokenizer of transformers, not str"),
         (model, {"dtype": "bfloat16"}, "dtype bfloat16 is not that of the loaded model, float32"),
         (model.model, {}, "LlamaModel has no head to predict tokens with"),
-        (torch.nn.Linear(3, 3), {}, "must be a text or a loaded model, not Linear"),
     ):
         for call in (requant.quantize, requant.score):
             with pytest.raises(ModelError, match=sentence):

@@ -1,7 +1,6 @@
 """Matrices quantized side by side get the codes that each gets alone, in the order in which they were given."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -61,9 +60,9 @@ def test_as_many_as_fill_a_gpu_and_fit_it(monkeypatch, size: int, free: int, wor
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )
     monkeypatch.setattr(side_by_side, "free_memory", lambda _: free)
-    target: Any = SimpleNamespace(
-        shape=(size, 4 * size), parameter=SimpleNamespace(is_cuda=True, device="cuda")
-    )
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
+    module = nn.Linear(4 * size, size, device="meta")
+    target = QuantTarget(name="m", kind="m", block=0, module=module, transposed=False)
     assert workers_for([target] * 3, work=10) == workers
     assert workers_for([target] * 2, work=10) == 1
 

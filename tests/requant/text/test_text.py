@@ -136,6 +136,7 @@ def test_text_in_place_of_its_name_is_refused_without_being_repeated(given):
     assert len(str(refusal.value)) < 200
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("given", [3, b"demo", {"a": 1}, ["demo", 3]], ids=repr)
 def test_what_is_no_name_is_refused(given):
     with pytest.raises(TextError, match="a text must be a path or a name, or a list of them, not "):
