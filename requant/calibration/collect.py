@@ -45,7 +45,8 @@ def collect(
     outputs: dict[str, Tensor] = {}
     together = one_pass_suffices(needs) and cache is None and reference is None and not all_experts
     if together:
-        with observed_inputs(model, windows, targets) as (inputs, after_each):
+        mean_abs = "input_mean_abs" in needs
+        with observed_inputs(model, windows, targets, mean_abs=mean_abs) as (inputs, after_each):
             outputs = output_hessians(
                 model, windows, targets, label=label, descent=descent, after_each=after_each
             )

@@ -6,14 +6,18 @@ products remain. `fill_lower_half` copies the rest once, when the sum is whole.
 
 from collections.abc import Iterator
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from requant.calibration.passes import add_product
 
-PANEL = 1024  # rows; a product of fewer does not fill a GPU
+# Rows. Panels of 1024 save a little more of a matrix of 4096 or 8192 columns, less of one of 14336 (gram-h100.json), and a
+# model of 1B, whose passes wait for Python, makes twice as many launches of them.
+PANEL = 2048
 
 
+@torch.no_grad()
 def add_gram(total: Float[Tensor, "n n"], x: Float[Tensor, "m n"], scale: float) -> None:
     """`total += scale x'x`, but for what lies below the panels on the diagonal."""
     for rows in _panels(len(total)):

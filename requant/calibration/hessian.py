@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -40,15 +40,14 @@ class InputStatistics:
 
     hessian: Float[Tensor, "k k"]
     cross: Float[Tensor, "k k"] | None
-    mean_abs: Float[Tensor, " k"]
+    mean_abs: Float[Tensor, " k"] | None
     tokens: int = 0
 
     @property
-    def means(self) -> list[Tensor]:
+    def means(self) -> dict[str, Tensor]:
         """All that is a mean, to change in place."""
-        return (
-            [self.hessian, self.mean_abs] if self.cross is None else [self.hessian, self.mean_abs, self.cross]
-        )
+        found = {"hessian": self.hessian, "cross": self.cross, "mean_abs": self.mean_abs}
+        return {name: mean for name, mean in found.items() if mean is not None}
 
 
 @torch.no_grad()
@@ -80,7 +79,7 @@ def input_statistics(
             members = [target for target in targets if target.block == block]
             found |= input_statistics(model, windows, members, cache=cache, all_tokens=all_tokens)
         return found
-    sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None)
+    sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None, with_mean_abs=True)
     own = HiddenStateCache(model, windows) if cache is None else cache
     caches = (own,) if reference is None else (reference, own)
     experts, owners = _experts_and_owners(model, targets)
@@ -112,14 +111,18 @@ def input_statistics(
 
 @contextmanager
 def observed_inputs(
-    model: PreTrainedModel, windows: Int64[Tensor, "b t"], targets: Sequence[QuantTarget]
+    model: PreTrainedModel,
+    windows: Int64[Tensor, "b t"],
+    targets: Sequence[QuantTarget],
+    *,
+    mean_abs: bool = True,
 ) -> Iterator[tuple[dict[str, InputStatistics], Callable[[], None]]]:
     """The statistics of `input_statistics` in a pass with gradients that the caller makes over all `windows` while the
-    context lasts; they are whole when it ends.
+    context lasts; they are whole when it ends. Without `mean_abs` those are left out.
 
     The second is to be called after every batch, by every rank. A block that is recomputed counts once, in its graph.
     """
-    sums = _Accumulator(tokens=windows.numel(), with_cross=False)
+    sums = _Accumulator(tokens=windows.numel(), with_cross=False, with_mean_abs=mean_abs)
     experts, owners = _experts_and_owners(model, targets)
     exchange = Exchange(owners, torch.no_grad()(sums.accumulate))
     multiplied = _AsMultiplied()
@@ -211,6 +214,7 @@ class _Accumulator:
 
     tokens: int
     with_cross: bool
+    with_mean_abs: bool
     found: dict[str, InputStatistics] = field(default_factory=dict)
     reference_inputs: dict[str, Tensor] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)  # targets that the current pass has not reached
@@ -246,14 +250,15 @@ class _Accumulator:
             self.found[name] = InputStatistics(
                 hessian=hessian,
                 cross=torch.zeros_like(hessian) if self.with_cross else None,
-                mean_abs=torch.zeros(k, device=x.device),
+                mean_abs=torch.zeros(k, device=x.device) if self.with_mean_abs else None,
             )
         sums = self.found[name]
         sums.tokens += len(x)
         add_gram(sums.hessian, x, 1 / self.tokens)
         if sums.cross is not None and z is not None:
             add_product(sums.cross, z.flatten(0, -2), x, 1 / self.tokens)
-        sums.mean_abs += x.abs().sum(0, dtype=torch.float32) / self.tokens
+        if sums.mean_abs is not None:
+            sums.mean_abs += x.abs().sum(0, dtype=torch.float32) / self.tokens
 
     def finish(self, experts: Sequence[Sequence[str]]) -> None:
         """Complete the Hessians, and turn what was divided by all tokens into means over an expert's own, shrunk towards
@@ -271,10 +276,11 @@ class _Accumulator:
     def _shrunk(self, seen: Sequence[InputStatistics]) -> InputStatistics:
         """Shrink the statistics of a layer's experts in place; returns their average, for those that saw no token."""
         scale = self.tokens / sum(each.tokens for each in seen)
-        sums: list[Any] = [sum(parts) for parts in zip(*(each.means for each in seen), strict=True)]
-        hessian, mean_abs, *cross = [total * scale for total in sums]
-        average = InputStatistics(hessian=hessian, mean_abs=mean_abs, cross=cross[0] if cross else None)
+        common = {
+            name: reduce(torch.add, (each.means[name] for each in seen)) * scale for name in seen[0].means
+        }
+        average = InputStatistics(**{"cross": None, "mean_abs": None, **common})
         for each in seen:
-            for own, common in zip(each.means, average.means, strict=True):
-                own.copy_(shrunk(own * (self.tokens / each.tokens), common, each.tokens))
+            for name, own in each.means.items():
+                own.copy_(shrunk(own * (self.tokens / each.tokens), common[name], each.tokens))
         return average

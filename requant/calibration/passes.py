@@ -260,11 +260,13 @@ def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
     return windows.shape[0] * (windows.shape[1] - 1)
 
 
-@torch.no_grad()
 def add_product(
     total: Float[Tensor, "n k"], a: Float[Tensor, "m n"], b: Float[Tensor, "m k"], scale: float
 ) -> None:
-    """`total += scale a' b`, added up in float32; of 16-bit tensors on a GPU products are exact, and cost half as much."""
+    """`total += scale a' b`, added up in float32; of 16-bit tensors on a GPU products are exact, and cost half as much.
+
+    Called where no graph is built, tens of times per block and batch: to say so here would take as long as the launch.
+    """
     if total.is_cuda and a.dtype == b.dtype and a.dtype.itemsize == 2:
         torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=scale, out=total)
     else:
