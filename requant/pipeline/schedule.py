@@ -5,11 +5,9 @@ the GPUs are not present, the rate is that of an H200. `progress.py` shows the s
 whatever `enter` is called with must be listed here.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from math import ceil
 
 import torch
@@ -18,11 +16,12 @@ from requant import ranks
 from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
-from requant.calibration.batches import tokens_at_once
+from requant.calibration.batches import tokens_at_once, windows_without_logits
 from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
 from requant.calibration.passes import RECOMPUTE_ABOVE
+from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.finetune.final import trains_by_block
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
@@ -32,6 +31,22 @@ from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_C
 from requant.pipeline.hosting import hosted_bytes, parameter_bytes
 from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
+from requant.pipeline.rates import (
+    ADAM_SECONDS,
+    COMPILE_SECONDS,
+    COMPILED,
+    DECODE_SECONDS,
+    FRACTION_OF_PEAK,
+    FULL_STEP,
+    FULL_WIDTH,
+    HOST_BYTES,
+    LAUNCH_SECONDS,
+    PREDICTION_SECONDS,
+    SENT_BYTES,
+    STEP_BYTES,
+    STEP_SECONDS,
+    product_rate,
+)
 from requant.pipeline.statistics import statistics_passes
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
@@ -40,26 +55,6 @@ from requant.recipe.schema import Recipe
 from requant.run.rounds import round_name, rounds_of
 from requant.sensitivity.pqi import NODES
 
-# Operations a second of whole passes on an H200 in bfloat16, and their share of a plain product's rate, by device type. Two
-# H100s of 7.0e14 each reach 4.1e14 in statistics of an 8B shape and 3.8e14 in training (eval/results/speed-8b-h100.json),
-# one H200 4.2e14 in training of the 1B shape; at the width of bench-32m, 512, an H100 reaches about a sixth of that.
-H200_RATE = 4.0e14
-FRACTION_OF_PEAK = {"cpu": 0.35, "cuda": 0.57}
-FULL_WIDTH = 2048  # of hidden states; on a GPU, the rate of narrower models is in proportion to it
-FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
-# A decoding step of a batch on a GPU: its launches, and the bytes per second at which it reads weights, keys and values.
-# So 6144 windows of 1024 tokens of bench-32m take 25 s; an H100 took 22 at most (what the stages of a run leave).
-STEP_SECONDS = 1e-3
-STEP_BYTES = 2e12
-# For a model larger than the GPU: bytes per second from weight files in the host's memory, over pinned memory, to the GPU;
-# and to unpack and decode a weight (`finetune/decoded_block.py`): an H100 decodes trellis codes of 2 bits in 0.34 ns.
-HOST_BYTES = 20e9
-DECODE_SECONDS = 4e-10
-SENT_BYTES = 2e11  # a second, of decoded matrices and gradients between GPUs: over NVLink; over PCIe a tenth
-ADAM_SECONDS = 1.1e-11  # to update a parameter: 14 ms of the 1B shape's 1.24e9 on an H100
-# To predict what a weight in trellis codes loses, at all widths, by device type: mostly factors of Hessians. An H100 takes
-# 6.2 ns for a matrix of 14336 x 4096, 2.9 for one of 4096 x 4096; one CPU core 0.4 to 1.2 us.
-PREDICTION_SECONDS = {"cpu": 8e-7, "cuda": 6e-9}
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -92,7 +87,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     if recipe.mode != "sparse" and costs.steps:
         last = costs.training("fine-tuning", 0, by_block=costs.by_block)
         kept = recipe.trains_in_rounds and costs.by_block  # the states that the rounds computed
-        yield replace(last, seconds=last.seconds + (0.0 if kept else costs.states()))
+        yield replace(last, seconds=last.seconds + (0.0 if kept else costs.states()) + costs.compiling())
     yield costs.diagnosis()
     yield costs.evaluation()
     yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
@@ -104,11 +99,15 @@ class _Costs:
     def __init__(self, prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
         self.prepared, self.recipe, self.device = prepared, recipe, device
         self.parameters = sum(p.numel() for p in prepared.model.parameters())
-        self.product_rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
+        self.product_rate = product_rate(next(prepared.model.parameters()).dtype, device) * count_gpus(
+            prepared
+        )
         self.rate = self.product_rate * FRACTION_OF_PEAK[device]
         if device == "cuda":
             width = prepared.model.get_input_embeddings().get_parameter("weight").shape[1]
             self.rate *= min(1.0, width / FULL_WIDTH)
+        self.blocks = len({target.block for target in prepared.targets})
+        self.compiled = device == "cuda" and recipe.finetune.num_steps >= MIN_STEPS_TO_COMPILE
         self.method, self.nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
         self.windows, self.steps = prepared.windows.numel(), recipe.finetune.num_steps
         self.threads = torch.get_num_threads() if device == "cpu" else 1
@@ -126,14 +125,28 @@ class _Costs:
         self.kept = has_budget(recipe) and len(self._passes(prepared.targets)) == 1
         self.by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
 
-    def forward(self, tokens: int) -> float:
-        return 2 * self.parameters * tokens / self.rate + self.brought
+    def forward(self, tokens: int, *, batch: int | None = None) -> float:
+        """In batches of so many tokens; None: of as many as the logits allow."""
+        launching = self._blocks_of_batches(tokens, batch) * LAUNCH_SECONDS[0]
+        return max(2 * self.parameters * tokens / self.rate, launching) + self.brought
 
     def backward(self, tokens: int, share: float = 1.0, *, of_weights: bool = True) -> float:
         """Through all blocks, and back through a share of them, which large models compute once more for that; gradients
         `of_weights` are as much arithmetic as those of inputs."""
-        back = 1 + of_weights + (self.parameters >= RECOMPUTE_ABOVE)
-        return 2 * self.parameters * tokens / self.rate * (1 + back * share) + 2 * self.brought
+        again = self.parameters >= RECOMPUTE_ABOVE
+        back = 1 + of_weights + again
+        forth, gradients = LAUNCH_SECONDS
+        launching = self._blocks_of_batches(tokens) * (forth + share * (gradients + again * forth))
+        arithmetic = 2 * self.parameters * tokens / self.rate * (1 + back * share)
+        return max(arithmetic, launching) + 2 * self.brought
+
+    def _blocks_of_batches(self, tokens: int, batch: int | None = None) -> float:
+        """How many times a GPU's process calls a block, for all batches; 0 on a CPU."""
+        if self.device != "cuda":
+            return 0.0
+        count, length = self.prepared.windows.shape
+        batch = batch or tokens_at_once(self.prepared.model, count, length, gpu=True)
+        return tokens / batch / count_gpus(self.prepared) * self.blocks
 
     def statistics(self, targets: Sequence[QuantTarget]) -> float:
         passes = self._passes(targets)
@@ -197,7 +210,8 @@ class _Costs:
         """A phase of training, with so many weights without codes. Block by block every block runs twice."""
         prepared, recipe, steps = self.prepared, self.recipe, self.steps
         passes = 4 if by_block else 3
-        seconds = steps * passes * 2 * self.parameters * tokens_of_step(prepared, recipe) / self.rate
+        rate = self.rate * (COMPILED if self.compiled else 1.0)
+        seconds = steps * passes * 2 * self.parameters * tokens_of_step(prepared, recipe) / rate
         if prepared.hosted and recipe.finetune.trains:
             # codes that are decoded in every step, forward and backward
             gpus = count_gpus(prepared)
@@ -207,12 +221,18 @@ class _Costs:
         shared = steps * _step_of_several(prepared, recipe, still_open, by_block=by_block)
         return Stage(name=name, kind="training", seconds=seconds + shared)
 
+    def compiling(self) -> float:
+        return COMPILE_SECONDS * self.compiled
+
     def states(self) -> float:
         """Of the original's last hidden states: block by block those of all windows before the first step, else as steps
         come to them."""
         count, length = windows_to_train(self.prepared)
         seen = self.steps * tokens_of_step(self.prepared, self.recipe)
-        return self.forward(count * length if self.by_block else min(count * length, seen))
+        windows = windows_without_logits(length, gpu=self.device == "cuda")
+        return self.forward(
+            count * length if self.by_block else min(count * length, seen), batch=windows * length
+        )
 
     def rounds(self) -> Iterator[Stage]:
         """Of mode `best`; the training after the last one is a stage of its own."""
@@ -227,7 +247,8 @@ class _Costs:
             yield replace(codes, seconds=codes.seconds + (states if self.by_block else 0.0))
             if index + 1 < len(rounds):
                 phase = self.training(f"{name}, training", still_open, by_block=self.by_block)
-                yield replace(phase, seconds=phase.seconds + (0.0 if self.by_block else states))
+                first = (0.0 if self.by_block else states) + (0.0 if index else self.compiling())
+                yield replace(phase, seconds=phase.seconds + first)
 
     def sparse_part(self) -> Iterator[Stage]:
         """Of mode `paper`: outliers and significant weights."""
@@ -368,20 +389,3 @@ def of_fullest_rank(targets: Sequence[QuantTarget], size: Callable[[QuantTarget]
     for target in targets:
         sums[target.rank] += size(target)
     return max(sums.values())
-
-
-@cache
-def _rate(dtype: torch.dtype, device: str) -> float:
-    """Floating-point operations a second of a square matrix product."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return H200_RATE / FRACTION_OF_PEAK[device]
-    size = 4096 if device == "cuda" else 768
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    torch.mm(a, a)
-    runs, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.1:
-        torch.mm(a, a)
-        runs += 1
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return 2 * size**3 * runs / (time.perf_counter() - start)

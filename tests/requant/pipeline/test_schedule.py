@@ -44,7 +44,7 @@ def test_hessians_take_the_products_of_every_input_and_output_once(
     tiny_folder, monkeypatch, name: str, method: str
 ) -> None:
     """q, k and v read one input, so do gate and up; of experts those count that see a token."""
-    monkeypatch.setattr("requant.pipeline.schedule._rate", lambda _dtype, _device: 1.0)
+    monkeypatch.setattr("requant.pipeline.schedule.product_rate", lambda _dtype, _device: 1.0)
     recipe = recipe_of(method)
     shaped = outline(str(tiny_folder(name)), recipe)
     config = shaped.model.config
@@ -116,7 +116,7 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr("requant.pipeline.schedule._rate", lambda *_: 1e9)
+    monkeypatch.setattr("requant.pipeline.schedule.product_rate", lambda *_: 1e9)
     source = str(tiny_folder("llama"))
 
     def seconds(**changes) -> float:
@@ -164,6 +164,26 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
     for name in ("diagnosis", "evaluation"):
         planned = next(stage.seconds for stage in stages if stage.name == name)
         assert planned == pytest.approx(took[name], rel=0.15)
+
+
+@pytest.mark.parametrize("run", ["run_1b", "run_1b_in_24GiB"])
+def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch, run: str) -> None:
+    """As a whole and block by block: training within a tenth, all stages within a tenth."""
+    results = json.loads((ROOT / "eval" / "results" / "speed-1b-h200.json").read_text())[run]
+    took = {name: stage["took"] for name, stage in results["stages"].items()}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if results["gpu_memory"] is not None:
+        monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 24 << 30)
+    source = save_shape("1b", tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    text = dataclasses.replace(recipe.finetune, train_windows=981)  # what the text had
+    recipe = dataclasses.replace(recipe, finetune=text)
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+    stages = expected_stages(shaped, shaped.recipe, "cuda")
+    training = [stage for stage in stages if stage.kind == "training"]
+    for chosen in (training, [stage for stage in stages if stage.name != "samples"]):
+        planned = sum(stage.seconds for stage in chosen)
+        assert planned == pytest.approx(sum(took[stage.name] for stage in chosen), rel=0.1)
 
 
 @pytest.mark.parametrize("on_host", [False, True])
