@@ -2,6 +2,7 @@
 forward pass for those of inputs, unless output Hessians are collected too, whose pass sees the inputs as well.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxtyping import Int64
@@ -15,7 +16,7 @@ from requant.calibration.hessian import InputStatistics, input_statistics, obser
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
 from requant.calibration.stats import LinearStats
-from requant.models.targets import QuantTarget
+from requant.models.targets import QuantTarget, siblings
 
 # collected by one forward pass; the others take a backward pass each
 INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
@@ -83,11 +84,23 @@ def one_pass_suffices(needs: frozenset[str]) -> bool:
     return bool(needs & INPUT_STATISTICS) and "output_hessian" in needs
 
 
-def bytes_needed(target: QuantTarget, needs: frozenset[str]) -> int:
-    """Float32 bytes that `collect` holds for one target (siblings that share an input share its Hessian)."""
-    n, k = target.shape
-    floats = {"fisher": n * k, "hessian": k * k, "output_hessian": n * n, "input_mean_abs": k}
-    return 4 * sum(floats[field] for field in needs)
+def bytes_needed(targets: Sequence[QuantTarget], needs: frozenset[str]) -> Counter[int]:
+    """Rank -> float32 bytes that `collect` holds for these targets, while it collects them and after.
+
+    Siblings on one rank (`models.targets.SIBLINGS`) read one input and share its Hessian, which counts once. Experts that
+    saw no token share theirs too, which no shape tells: each counts.
+    """
+    found: Counter[int] = Counter()
+    seen: set[tuple[int, str, tuple[str, ...]]] = set()
+    for target in targets:
+        n, k = target.shape
+        floats = {"fisher": n * k, "output_hessian": n * n}
+        reads = (target.rank, target.name.rpartition(".")[0], siblings(target.kind))
+        if reads not in seen:
+            floats |= {"hessian": k * k, "input_mean_abs": k}
+            seen.add(reads)
+        found[target.rank] += 4 * sum(floats.get(field, 0) for field in needs)
+    return found
 
 
 def working_bytes(target: QuantTarget, needs: frozenset[str]) -> int:

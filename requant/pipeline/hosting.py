@@ -86,7 +86,7 @@ def largest_block(targets: Sequence[QuantTarget]) -> int:
 
 def block_statistics(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
     """Bytes of the statistics of a block, all of its matrices at once."""
-    return max(sum(bytes_needed(target, needs) for target in members) for members in by_block(targets))
+    return max(bytes_needed(members, needs).total() for members in by_block(targets))
 
 
 def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:

@@ -55,7 +55,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
     method = find_method(recipe.method)
     needs = method.needs
-    statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
+    statistics = max(bytes_needed(prepared.targets, needs).values())
     scores, outside = matrix_bytes(prepared.targets), outside_bytes(prepared.model, prepared.targets)
     if recipe.mode == "paper":
         scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)

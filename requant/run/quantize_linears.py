@@ -364,9 +364,7 @@ def in_chunks(
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):
-        sizes: Counter[int] = Counter()
-        for target in members:
-            sizes[target.rank] += bytes_needed(target, needs)
+        sizes = bytes_needed(members, needs)
         if chunks[-1] and max((used + sizes).values(), default=0) > budget:
             chunks.append([])
             used.clear()

@@ -74,7 +74,7 @@ def test_collect_gives_what_is_needed_and_no_more(tiny_model, tiny_windows) -> N
             for name in fields:
                 assert (getattr(stats, name) is not None) == (name in needs)
             size = sum(4 * getattr(stats, name).numel() for name in needs)
-            assert bytes_needed(target, frozenset(needs)) == size
+            assert bytes_needed([target], frozenset(needs)) == {0: size}
 
 
 def test_a_matrix_that_never_runs_is_named(tiny_model, tiny_windows) -> None:

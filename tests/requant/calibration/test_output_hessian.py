@@ -110,7 +110,7 @@ def test_collect_gathers_what_the_trellis_needs(tiny_model, tiny_windows) -> Non
     assert stats.hessian is not None and stats.hessian.shape == (k, k)
     assert stats.output_hessian is not None and stats.output_hessian.shape == (n, n)
     assert stats.fisher is None and stats.input_mean_abs is None
-    assert bytes_needed(target, needs) == 4 * (n * n + k * k)
+    assert bytes_needed([target], needs) == {0: 4 * (n * n + k * k)}
 
 
 def test_gradients_that_overflow_are_refused(tiny_model, tiny_windows) -> None:

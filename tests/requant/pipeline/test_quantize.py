@@ -223,7 +223,7 @@ def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
         {1},
     ]
     assert chunks_that_fit(context, [], needs) == []
-    together = sum(bytes_needed(target, needs) for target in prepared.targets)
+    together = bytes_needed(prepared.targets, needs).total()
     monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 2 * together)
     for beside, chunks in ((together // 2, 1), (together, 2)):  # what one matrix is quantized in
         monkeypatch.setattr("requant.run.quantize_linears.working_bytes", lambda *_, beside=beside: beside)
