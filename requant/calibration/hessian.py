@@ -265,13 +265,17 @@ class _Accumulator:
         those of its layer."""
         for statistics in {id(each): each for each in self.found.values()}.values():
             fill_lower_half(statistics.hessian)
-        averages: dict[tuple[int, ...], InputStatistics] = {}  # one of gate and up, which share their objects
+        # one of gate and up, which share their objects; none where all experts saw tokens: it takes as much as one of theirs
+        averages: dict[tuple[int, ...], InputStatistics | None] = {}
         for names in experts:
             seen = [self.found[name] for name in names if name in self.found]
+            unseen = [name for name in names if name not in self.found]
             key = tuple(map(id, seen))
             if seen and key not in averages:
-                averages[key] = self._shrunk(seen)
-            self.found |= {name: averages[key] for name in names if seen and name not in self.found}
+                average = self._shrunk(seen)
+                averages[key] = average if unseen else None
+            if (common := averages.get(key)) is not None:
+                self.found |= dict.fromkeys(unseen, common)
 
     def _shrunk(self, seen: Sequence[InputStatistics]) -> InputStatistics:
         """Shrink the statistics of a layer's experts in place; returns their average, for those that saw no token."""

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from requant.calibration.collect import bytes_needed, collect
 from requant.calibration.gram import add_gram
+from requant.calibration.hessian import InputStatistics, _Accumulator
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
 from requant.run.quantize_linears import in_chunks
@@ -74,6 +77,25 @@ def test_experts_without_tokens_hold_no_more_than_is_counted(tiny_model, tiny_wi
     found = collect(model, tiny_windows[:1, :2], targets, needs=needs)
     assert any(stats.tokens == 0 for stats in found.values())
     assert held_bytes(found) < bytes_needed(targets, needs).total()
+
+
+def test_an_average_that_no_expert_needs_is_not_kept(tiny_model, tiny_windows, monkeypatch) -> None:
+    """Of all layers: while the statistics of one are averaged, at most the last average is held."""
+    model = tiny_model("mixtral")
+    unfuse_experts(model)
+    made: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    shrunk = _Accumulator._shrunk
+
+    def watched(self: _Accumulator, seen: Sequence[InputStatistics]) -> InputStatistics:
+        average = shrunk(self, seen)
+        held.append(sum(each() is not None for each in made))
+        made.append(weakref.ref(average.hessian))
+        return average
+
+    monkeypatch.setattr(_Accumulator, "_shrunk", watched)
+    collect(model, tiny_windows, find_linears(model), needs=frozenset({"hessian"}), all_experts=True)
+    assert len(held) == 4 and max(held) <= 1  # gate and up, and down, of two layers
 
 
 HELD = """
