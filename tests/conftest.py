@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from requant.text.sources import Text
 
 
+def typechecker(checked: Any) -> Any:
+    """Of `--jaxtyping-packages`: beartype, but an int will do for a float, as in all of Python's typing (PEP 484)."""
+    from beartype import BeartypeConf, beartype
+
+    return beartype(checked, conf=BeartypeConf(is_pep484_tower=True))
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
     gc.collect()
