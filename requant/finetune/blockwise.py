@@ -51,7 +51,7 @@ from requant.finetune.teacher import HeadTeacher, logits_of_states
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
 
-TOKENS_AT_ONCE = 8192  # through a block, where a GPU has no room for all of a step (`memory.py`)
+TOKENS_AT_ONCE = 8192  # through a block, unless a GPU has room for all of a step (`memory.py`)
 LOGITS_AT_ONCE = {"cpu": 2**27, "cuda": 2**29}  # 3 to 4 GB with all that is computed of them (`memory.py`)
 
 
@@ -71,7 +71,7 @@ class BlockwiseStep:
         derived: Sequence[ReparametrizedWeight],
         *,
         batch_tokens: int,
-        block_tokens: int = TOKENS_AT_ONCE,
+        block_tokens: int | None = None,
         hidden_weight: float = 0.0,
     ) -> None:
         self.model, self.teacher, self.batch_tokens = model, teacher, batch_tokens
@@ -105,7 +105,7 @@ class BlockwiseStep:
         _, length = teacher.windows.shape
         head: Any = model.get_output_embeddings()
         self.chunks = ChunkSizes(
-            windows=max(1, block_tokens // length),
+            windows=max(1, (block_tokens or TOKENS_AT_ONCE) // length),
             positions=positions_at_once(head.weight.shape[0], model.device.type),
         )
         self.blocks = [

@@ -97,14 +97,16 @@ def tokens_through_a_block(
     gpus: int,
     hosted: bool,
     group_size: int | None = None,
-) -> int:
-    """Tokens that go through a block at once: TOKENS_AT_ONCE, or all of a step where a GPU has room for them (None: there is
-    none). All phases of a run answer alike, since another number is another shape to compile: that without codes decides.
+) -> int | None:
+    """Tokens that go through a block at once: all of a step where a GPU (None: there is none) has room for them, else None,
+    for TOKENS_AT_ONCE.
+
+    All phases of a run answer alike, since another number is another shape to compile; that without codes decides.
     """
     count, length = windows
     tokens = length * -(-settings.windows_of_step(count, length) // gpus)
     if device_memory is None or tokens <= TOKENS_AT_ONCE:
-        return TOKENS_AT_ONCE
+        return None
     needed = training_bytes(
         model,
         targets,
@@ -119,7 +121,7 @@ def tokens_through_a_block(
         group_size=group_size,
         block_tokens=tokens,
     )
-    return tokens if needed <= FITS * device_memory else TOKENS_AT_ONCE
+    return tokens if needed <= FITS * device_memory else None
 
 
 def training_bytes(
@@ -135,7 +137,7 @@ def training_bytes(
     gpus: int = 1,
     hosted: bool = False,
     group_size: int | None = None,
-    block_tokens: int = TOKENS_AT_ONCE,
+    block_tokens: int | None = None,
     at_least: bool = False,
 ) -> int:
     """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training.
@@ -161,7 +163,9 @@ def training_bytes(
         state = 8 * still_open // gpus + 12 * rest - 8 * fixed + kept + rest * own
         hidden = 4 * tokens * hidden_size * (HOSTED_STATES if hosted else blocks + 2)
         at_work = max(
-            _block_at_work(targets, coded, index, min(tokens, block_tokens), cast, divided=gpus > 1)
+            _block_at_work(
+                targets, coded, index, min(tokens, block_tokens or TOKENS_AT_ONCE), cast, divided=gpus > 1
+            )
             for index in range(blocks)
         )
         if hosted:
