@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from requant.calibration.collect import bytes_needed
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
@@ -21,7 +20,7 @@ from requant.pipeline.hosting import (
 from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import Prepared
 from requant.pipeline.schedule import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
-from requant.pipeline.statistics import statistics_room
+from requant.pipeline.statistics import most_statistics, statistics_room
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.side_by_side import at_once
@@ -54,8 +53,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     if device == "cpu":
         own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
     method = find_method(recipe.method)
-    needs = method.needs
-    statistics = max(bytes_needed(prepared.targets, needs).values())
+    collecting, coding = most_statistics(prepared, recipe, device)
     scores, outside = matrix_bytes(prepared.targets), outside_bytes(prepared.model, prepared.targets)
     if recipe.mode == "paper":
         scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
@@ -68,16 +66,16 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         )
     if recipe.calibration.inputs == "corrected" and own:
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1]
-    statistics = min(statistics, room.statistics)
     written = 0
     if recipe.finetune.trains:
         length = prepared.train_windows.shape[1]
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
     work = room.work
     if device != "cpu" and method.side_by_side:
-        free = total_memory(torch.device(device)) - model - codes - statistics
+        free = total_memory(torch.device(device)) - model - coding
         work *= at_once(prepared.targets, work, free)
-    stages = model + codes + max(max(scores, statistics, evaluation, written) + room.batch, statistics + work)
+    at_work = codes + max(scores, evaluation, written) + room.batch
+    stages = model + max(at_work, collecting + room.batch, coding + work)
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

@@ -148,8 +148,8 @@ class _Costs:
         batch = batch or tokens_at_once(self.prepared.model, count, length, gpu=True)
         return tokens / batch / count_gpus(self.prepared) * self.blocks
 
-    def statistics(self, targets: Sequence[QuantTarget]) -> float:
-        passes = self._passes(targets)
+    def statistics(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> float:
+        passes = self._passes(targets, coded=coded)
         gradients = sum(self.backward(self.windows, share, of_weights=False) for share in passes)
         gradients *= len(self.method.needs & {"fisher", "output_hessian"})
         return gradients + self.inputs * (len(passes) if self.parallel else 1) + self._hessians(targets)
@@ -168,8 +168,8 @@ class _Costs:
         sides = sum(inputs.values()) * ("hessian" in needs) + outputs * ("output_hessian" in needs)
         return 2 * self.windows * sides / self.product_rate
 
-    def _passes(self, targets: Sequence[QuantTarget]) -> list[float]:
-        return statistics_passes(self.prepared, self.recipe, self.device, targets)
+    def _passes(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> list[float]:
+        return statistics_passes(self.prepared, self.recipe, self.device, targets, coded=coded)
 
     def codes(self, targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)
@@ -194,9 +194,9 @@ class _Costs:
         seconds = self.statistics(self.prepared.targets) + predicted + more
         return Stage(name="allocation", kind="statistics", seconds=seconds, bars=0)
 
-    def making_codes(self, name: str, targets: Sequence[QuantTarget], *, kept: bool) -> Stage:
-        """With their statistics, unless they are `kept`."""
-        seconds = self.codes(targets) + (0.0 if kept else self.statistics(targets))
+    def making_codes(self, name: str, targets: Sequence[QuantTarget], *, kept: bool, coded: int = 0) -> Stage:
+        """With their statistics, unless they are `kept`, beside the codes of so many other weights."""
+        seconds = self.codes(targets) + (0.0 if kept else self.statistics(targets, coded=coded))
         return Stage(name=name, kind="codes", seconds=seconds)
 
     def own_text(self) -> Stage:
@@ -238,12 +238,13 @@ class _Costs:
         """Of mode `best`; the training after the last one is a stage of its own."""
         targets = self.prepared.targets
         rounds = rounds_of(targets, self.recipe.finetune.rounds)
-        still_open = sum(target.size for target in targets)
+        whole = still_open = sum(target.size for target in targets)
         for index, members in enumerate(rounds):
+            coded = whole - still_open
             still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
             states = 0.0 if index else self.states()
-            codes = self.making_codes(f"{name}, codes", members, kept=self.kept and not index)
+            codes = self.making_codes(f"{name}, codes", members, kept=self.kept and not index, coded=coded)
             yield replace(codes, seconds=codes.seconds + (states if self.by_block else 0.0))
             if index + 1 < len(rounds):
                 phase = self.training(f"{name}, training", still_open, by_block=self.by_block)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from requant import ranks
+from requant.allocation.budget import has_budget
 from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabulary_of
+from requant.calibration.collect import bytes_needed
 from requant.calibration.exchange import exchanged_bytes
 from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
@@ -33,6 +35,7 @@ from requant.pipeline.prepare import Prepared
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.quantize_linears import by_block, in_chunks, statistics_budget
+from requant.run.rounds import rounds_of
 
 HEAP_FACTOR = (
     1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
@@ -46,17 +49,20 @@ class StatisticsRoom:
     """Bytes on a device while statistics are collected, then while codes are made from them."""
 
     model: int  # its floats, twice if inputs are corrected
-    codes: int  # a byte a weight
+    codes: int  # a byte a weight, in the end
     batch: int  # of a pass: logits and activations, or what goes to other GPUs
     work: int  # on a matrix
     statistics: int  # at most, at once; one block's always fit
 
 
-def statistics_room(prepared: Prepared | Outline, recipe: Recipe, device: str) -> StatisticsRoom:
-    """What a run has on a device of a type."""
+def statistics_room(
+    prepared: Prepared | Outline, recipe: Recipe, device: str, *, coded: int = 0
+) -> StatisticsRoom:
+    """What a run has on a device of a type, where so many weights are `coded` when it divides its blocks into passes."""
     model, codes = parameter_bytes(prepared.model), sum(target.size for target in prepared.targets)
     if prepared.hosted:
         model, codes = outside_bytes(prepared.model, prepared.targets) + largest_block(prepared.targets), 0
+        coded = 0
     if recipe.calibration.inputs == "corrected":
         model *= 2
     needs = find_method(recipe.method).needs
@@ -70,7 +76,7 @@ def statistics_room(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         )
         batch = max(batch, given)  # it is sent when the logits are gone
     work = work_bytes(prepared.targets, needs)
-    free = total_memory(torch.device(device)) - model - codes
+    free = total_memory(torch.device(device)) - model - coded
     budget = statistics_budget(free, work if device == "cpu" else max(work, batch))
     block = block_statistics(prepared.targets, needs)
     return StatisticsRoom(
@@ -79,15 +85,59 @@ def statistics_room(prepared: Prepared | Outline, recipe: Recipe, device: str) -
 
 
 def statistics_passes(
-    prepared: Prepared | Outline, recipe: Recipe, device: str, targets: Sequence[QuantTarget]
+    prepared: Prepared | Outline,
+    recipe: Recipe,
+    device: str,
+    targets: Sequence[QuantTarget],
+    *,
+    coded: int = 0,
 ) -> list[float]:
-    """The passes that the statistics of these matrices take: of each the share of blocks that it goes back through."""
+    """The passes that the statistics of these matrices take, where so many weights are `coded` before: of each the share of
+    blocks that it goes back through."""
     if prepared.hosted:
         return [1.0]
-    budget = float(statistics_room(prepared, recipe, device).statistics)
     blocks = len(find_blocks(prepared.model)[1])
-    chunks = in_chunks(targets, find_method(recipe.method).needs, budget)
+    chunks = _chunks(prepared, recipe, device, targets, coded=coded)
     return [1 - chunk[0].block / blocks for chunk in chunks]
+
+
+def most_statistics(prepared: Prepared | Outline, recipe: Recipe, device: str) -> tuple[int, int]:
+    """Bytes of statistics and of the codes beside them, at most: while a chunk is collected, and when it has its codes.
+
+    Only then it is released; statistics that the allocation took in one pass stay for the first codes. Chunks are what fits
+    when the first of a stage is collected: for the allocation, and for codes without rounds, before there are any codes.
+    """
+    parts = [list(prepared.targets)]
+    if recipe.trains_in_rounds:
+        parts = rounds_of(prepared.targets, recipe.finetune.rounds)
+    needs, codes = find_method(recipe.method).needs, 0
+
+    def held(chunk: Sequence[QuantTarget]) -> int:
+        return max(bytes_needed(chunk, needs).values())
+
+    allocation = _chunks(prepared, recipe, device, prepared.targets) if has_budget(recipe) else []
+    kept = held(allocation[0]) if len(allocation) == 1 else 0
+    collecting = list(map(held, allocation))
+    coding = list(collecting)  # what its losses are predicted in is that of codes
+    for members in parts:
+        for chunk in _chunks(prepared, recipe, device, members, coded=codes):
+            collecting.append(held(chunk) + codes)
+            codes += 0 if prepared.hosted else sum(target.size for target in chunk)
+            coding.append(max(kept, held(chunk)) + codes)
+        kept = 0
+    return max(collecting), max(coding)
+
+
+def _chunks(
+    prepared: Prepared | Outline,
+    recipe: Recipe,
+    device: str,
+    targets: Sequence[QuantTarget],
+    *,
+    coded: int = 0,
+) -> list[list[QuantTarget]]:
+    budget = float(statistics_room(prepared, recipe, device, coded=coded).statistics)
+    return in_chunks(targets, find_method(recipe.method).needs, budget)
 
 
 def _backward_bytes(prepared: Prepared | Outline) -> int:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare
-from requant.recipe.schema import Calibration
+from requant.pipeline.statistics import most_statistics
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Finetune, Recipe
+from requant.run.quantize_linears import by_block
 
 from .plans import recipe_of
 
@@ -60,3 +64,26 @@ def test_the_memory_of_a_cpu_run_is_what_it_takes(tmp_path: Path, options: tuple
         for more in (["--dry-run"], [])
     )
     assert planned["peak_memory"] == pytest.approx(done["peak_memory"], rel=0.15)
+
+
+def test_codes_come_beside_the_statistics_of_their_pass(tiny_folder, monkeypatch) -> None:
+    """All at once where everything fits; on a smaller GPU those of earlier passes, and of earlier rounds, too."""
+    source = str(tiny_folder("llama"))
+    needs = METHODS["trellis"].needs
+
+    def most(recipe: Recipe, memory: int) -> tuple[int, int]:
+        monkeypatch.setattr("requant.pipeline.statistics.total_memory", lambda _device: memory)
+        return most_statistics(outlined, recipe, "cuda")
+
+    dense = recipe_of("trellis", mode="dense")
+    outlined = outline(source, dense)
+    blocks = by_block(outlined.targets)
+    statistics = max(bytes_needed(outlined.targets, needs).values())
+    codes = sum(target.size for target in outlined.targets)
+    assert most(dense, 10**12) == (statistics, statistics + codes)
+    of_one = max(bytes_needed(blocks[0], needs).values())
+    own = sum(target.size for target in blocks[0])
+    last = len(blocks) - 1
+    assert most(dense, 0) == (of_one + last * own, of_one + codes)  # a block a pass
+    rounds = recipe_of("trellis", mode="best", finetune=Finetune(steps=1, rounds=2))
+    assert most(rounds, 10**12)[1] < statistics + codes

