@@ -197,6 +197,7 @@ print(threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are in /proc")
 def test_no_thread_of_gloo_is_left_when_ranks_have_parted(in_processes) -> None:
     """One that frees a tensor as the interpreter ends would abort the process; and imports wait for no other rank."""

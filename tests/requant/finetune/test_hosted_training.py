@@ -276,7 +276,7 @@ def quantized(recipe: Recipe, text: Path, output: Path, *, resume: bool = False)
     return digests(output)
 
 
-@pytest.mark.parametrize("stop", [1, STEPS - 1])
+@pytest.mark.parametrize("stop", [1, pytest.param(STEPS - 1, marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_in_training_goes_on_there(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, hosted, monkeypatch, stop: int
 ) -> None:

@@ -57,16 +57,23 @@ def digests(folder: Path) -> dict[str, str]:
 QUANTIZED_INPUTS = Calibration(num_samples=7, seq_len=32, inputs="quantized")
 
 
-@pytest.mark.parametrize("chunk", ["whole", "block"])
+RUNS = (  # the slow ones last
+    *((name, "lut", "auto", {}) for name in FAMILIES),
+    ("llama", "lut", "bfloat16", {"budget": Budget(bits=3.0, predictor="pqi")}),
+    ("llama-tied", "gptq", "auto", {"budget": Budget(bits=4.5)}),
+    *((name, "gptq", "auto", {"calibration": QUANTIZED_INPUTS}) for name in ("gpt2", "qwen3-moe")),
+    ("llama", "trellis", "auto", {"mode": "best"}),
+    ("qwen3-moe", "trellis", "bfloat16", {"mode": "best"}),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "method", "dtype", "changes"),
+    ("name", "method", "dtype", "changes", "chunk"),
     [
-        *((name, "lut", "auto", {}) for name in FAMILIES),
-        ("llama", "lut", "bfloat16", {"budget": Budget(bits=3.0, predictor="pqi")}),
-        ("llama-tied", "gptq", "auto", {"budget": Budget(bits=4.5)}),
-        *((name, "gptq", "auto", {"calibration": QUANTIZED_INPUTS}) for name in ("gpt2", "qwen3-moe")),
-        ("llama", "trellis", "auto", {"mode": "best"}),
-        pytest.param("qwen3-moe", "trellis", "bfloat16", {"mode": "best"}, marks=pytest.mark.slow),
+        *((*each, chunk) for each in RUNS[:-2] for chunk in ("whole", "block")),
+        (*RUNS[-2], "block"),
+        pytest.param(*RUNS[-2], "whole", marks=pytest.mark.slow),
+        *(pytest.param(*RUNS[-1], chunk, marks=pytest.mark.slow) for chunk in ("whole", "block")),
     ],
 )
 def test_the_bytes_are_those_of_a_model_on_the_device(

@@ -185,7 +185,7 @@ def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypat
             "budget": {"bits": 2.5},
             "finetune": {"steps": 1, "tokens_per_step": 32, "rounds": 2, "val_windows": 1},
         },
-        {"mode": "dense", "method": "trellis", "budget": {"bits": 2.5}},
+        {"mode": "dense", "method": "gptq", "budget": {"bits": 4.5}},
         {"mode": "dense", "method": "gptq", "calibration": {"inputs": "quantized"}},
     ],
     ids=["rounds", "dense", "sequential"],
