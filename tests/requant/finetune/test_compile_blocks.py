@@ -49,11 +49,12 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
 
     monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
     monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
     compile_blocks._compiler_works.cache_clear()
     for _ in range(2):
         with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE):
-            assert not any("_torchdynamo_orig_callable" in dir(b.forward) for b in find_blocks(model)[1])
+            assert model(torch.tensor([[1, 2]])).logits.isfinite().all()
     compile_blocks._compiler_works.cache_clear()
     assert [record.message for record in caplog.records] == [
         "training runs without torch.compile, at less than half the speed: Failed to find C compiler"
