@@ -19,9 +19,9 @@ def test_interpreted_kernels_agree_with_torch(interpreted) -> None:
 def test_the_divergence_compiled_for_hopper_spills_nothing(name: str) -> None:
     forward = name == "divergence"
     kernel = divergence.divergence_kernel if forward else divergence.gradient_kernel
-    size = divergence.FORWARD_LANES if forward else divergence.BACKWARD_LANES
+    size = divergence.FORWARD_BLOCK if forward else divergence.BACKWARD_BLOCK
     machine = compile_kernel(
-        kernel, {"SIZE": size}, capability=90, dtype="bf16", warps=divergence.FORWARD_WARPS if forward else 4,
+        kernel, {"BLOCK_SIZE": size}, capability=90, dtype="bf16", warps=divergence.FORWARD_WARPS if forward else 4,
         pointers={"found_ptr": "*bf16", "expected_ptr": "*bf16", "divergences_ptr": "*fp32", "log_sums_ptr": "*fp32",
                   "upstream_ptr": "*fp32", "gradient_ptr": "*bf16", "v": "i32"}, aligned=("v",),
     )  # fmt: skip
@@ -30,10 +30,10 @@ def test_the_divergence_compiled_for_hopper_spills_nothing(name: str) -> None:
 
 
 def test_adam_compiled_for_hopper_spills_nothing() -> None:
-    floats = dict.fromkeys(("step_size", "keep_mean", "keep_square", "root", "eps"), "fp32")
+    floats = dict.fromkeys(("step_size", "beta1", "beta2", "inv_sqrt_correction2", "eps"), "fp32")
     machine = compile_kernel(
-        adam.adam_kernel, {"SIZE": adam.LANES}, capability=90, dtype="bf16", warps=4,
-        pointers={"weight_ptr": "*fp32", "gradient_ptr": "*fp32", "mean_ptr": "*bf16", "square_ptr": "*bf16",
+        adam.adam_kernel, {"BLOCK_SIZE": adam.BLOCK_SIZE}, capability=90, dtype="bf16", warps=4,
+        pointers={"weight_ptr": "*fp32", "gradient_ptr": "*fp32", "exp_avg_ptr": "*bf16", "exp_avg_sq_ptr": "*bf16",
                   "numel": "i32", **floats}, aligned=("numel",),
     )  # fmt: skip
     assert machine.stack == 0 and machine.registers <= 64

@@ -3,7 +3,7 @@
 import interpreter_fixes  # noqa: F401
 import torch
 from requant_kernels.training.adam import adam_step
-from requant_kernels.training.divergence import FORWARD_LANES, kl_divergence
+from requant_kernels.training.divergence import FORWARD_BLOCK, kl_divergence
 from torch.nn import functional
 
 
@@ -39,7 +39,7 @@ def check_adam(dtype: torch.dtype, tolerance: float) -> None:
 torch.manual_seed(0)
 torch.set_num_threads(1)
 check_divergence(3, 5, 700)
-check_divergence(2, 2 * FORWARD_LANES + 3)
-check_divergence(1, FORWARD_LANES)
+check_divergence(2, 2 * FORWARD_BLOCK + 3)
+check_divergence(1, FORWARD_BLOCK)
 check_adam(torch.float32, 1e-6)
 check_adam(torch.float16, 1e-4)

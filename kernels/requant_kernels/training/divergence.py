@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_LANES = 2048  # of a row at once
+FORWARD_BLOCK = 2048  # of a row at once
 FORWARD_WARPS = 8
-BACKWARD_LANES = 1024  # logits per CTA
+BACKWARD_BLOCK = 1024  # logits per CTA
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: a lane whose logits are all -inf has a sum of zero, and no NaN
@@ -33,16 +33,19 @@ def _binary_logits(row_ptr, at, v):
 
 
 @triton.jit
-def divergence_kernel(found_ptr, expected_ptr, divergences_ptr, log_sums_ptr, v, SIZE: tl.constexpr):
+def divergence_kernel(found_ptr, expected_ptr, divergences_ptr, log_sums_ptr, v, BLOCK_SIZE: tl.constexpr):
     """Grid: one position per CTA. `divergences_ptr` gets nats, `log_sums_ptr` [positions, 2] the logarithms of base 2 of the
     sums of exponentials, of `found` and of `expected`."""
     position = tl.program_id(0).to(tl.int64)
     row = position * v
-    x_highest, y_highest = tl.full([SIZE], LOWEST, tl.float32), tl.full([SIZE], LOWEST, tl.float32)
-    x_total, y_total = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
-    cross = tl.zeros([SIZE], tl.float32)  # of e^y (y - x), over the highest y as y_total
-    for start in range(0, v, SIZE):
-        at = start + tl.arange(0, SIZE)
+    x_highest, y_highest = (
+        tl.full([BLOCK_SIZE], LOWEST, tl.float32),
+        tl.full([BLOCK_SIZE], LOWEST, tl.float32),
+    )
+    x_total, y_total = tl.zeros([BLOCK_SIZE], tl.float32), tl.zeros([BLOCK_SIZE], tl.float32)
+    cross = tl.zeros([BLOCK_SIZE], tl.float32)  # of e^y (y - x), over the highest y as y_total
+    for start in range(0, v, BLOCK_SIZE):
+        at = start + tl.arange(0, BLOCK_SIZE)
         x, y = _binary_logits(found_ptr + row, at, v), _binary_logits(expected_ptr + row, at, v)
         higher = tl.maximum(x_highest, x)
         x_total = x_total * tl.exp2(x_highest - higher) + tl.exp2(x - higher)
@@ -64,10 +67,12 @@ def divergence_kernel(found_ptr, expected_ptr, divergences_ptr, log_sums_ptr, v,
 
 
 @triton.jit
-def gradient_kernel(found_ptr, expected_ptr, log_sums_ptr, upstream_ptr, gradient_ptr, v, SIZE: tl.constexpr):
-    """Grid: (positions, parts of SIZE logits). `upstream_ptr` is the gradient of the sum over positions."""
+def gradient_kernel(
+    found_ptr, expected_ptr, log_sums_ptr, upstream_ptr, gradient_ptr, v, BLOCK_SIZE: tl.constexpr
+):
+    """Grid: (positions, parts of BLOCK_SIZE logits). `upstream_ptr` is the gradient of the sum over positions."""
     position = tl.program_id(0).to(tl.int64)
-    at, row = tl.program_id(1) * SIZE + tl.arange(0, SIZE), position * v
+    at, row = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), position * v
     q = tl.exp2(_binary_logits(found_ptr + row, at, v) - tl.load(log_sums_ptr + 2 * position))
     p = tl.exp2(_binary_logits(expected_ptr + row, at, v) - tl.load(log_sums_ptr + 2 * position + 1))
     gradient = (tl.load(upstream_ptr) * (q - p)).to(gradient_ptr.dtype.element_ty)
@@ -89,7 +94,7 @@ class _Divergence(torch.autograd.Function):
         log_sums = torch.empty(positions, 2, dtype=torch.float32, device=found.device)
         if positions:
             divergence_kernel[(positions,)](
-                found, expected, divergences, log_sums, v, SIZE=FORWARD_LANES, num_warps=FORWARD_WARPS
+                found, expected, divergences, log_sums, v, BLOCK_SIZE=FORWARD_BLOCK, num_warps=FORWARD_WARPS
             )
         ctx.save_for_backward(found, expected, log_sums)
         return divergences.sum()
@@ -99,6 +104,8 @@ class _Divergence(torch.autograd.Function):
         found, expected, log_sums = ctx.saved_tensors
         gradient, v = torch.empty_like(found), found.shape[-1]
         if len(log_sums):
-            grid = (len(log_sums), triton.cdiv(v, BACKWARD_LANES))
-            gradient_kernel[grid](found, expected, log_sums, upstream[0], gradient, v, SIZE=BACKWARD_LANES)
+            grid = (len(log_sums), triton.cdiv(v, BACKWARD_BLOCK))
+            gradient_kernel[grid](
+                found, expected, log_sums, upstream[0], gradient, v, BLOCK_SIZE=BACKWARD_BLOCK
+            )
         return gradient, None
