@@ -4,7 +4,8 @@
 
 On a GPU a kernel computes the divergence with its gradient from the logits as they are
 (`requant_kernels/training/divergence.py`): of 16384 tokens of a vocabulary of 128256, torch would store 8 GB of logarithms
-for each model.
+for each model. Where the kernel is not used the formula is computed for a few positions at a time, and once more in the
+backward pass, because training plans its memory (`memory.py`) by the kernel's.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from requant.kernel_choice import usable_kernel
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
+LOGITS_AT_ONCE = 2**26  # of each model: 0.8 GB of logarithms and gradients in float32
 TOLERANCE = 1e-2  # of a gradient that is rounded to 16 bits, relative to its largest element
 
 
@@ -40,9 +43,17 @@ def _formula(found: Tensor, expected: Tensor) -> Tensor:
     return functional.kl_div(q, p, reduction="sum", log_target=True)
 
 
+def _in_parts(found: Tensor, expected: Tensor) -> Tensor:
+    """`_formula`, with the logarithms of LOGITS_AT_ONCE logits in memory."""
+    rows = max(1, LOGITS_AT_ONCE // found.shape[-1])
+    parts = zip(found.flatten(0, -2).split(rows), expected.flatten(0, -2).split(rows), strict=True)
+    each = [checkpoint(_formula, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(each).sum()
+
+
 @cache
 def _chosen(device: torch.device, found: torch.dtype, expected: torch.dtype) -> Divergence:
-    """The kernel, if it agrees with the formula on this device; else the formula."""
+    """The kernel, if it agrees with the formula on this device; else the formula, in parts."""
     generator = torch.Generator().manual_seed(0)
     logits = [
         (4 * torch.randn(3, 5000, generator=generator)).to(device, dtype) for dtype in (found, expected)
@@ -65,4 +76,4 @@ def _chosen(device: torch.device, found: torch.dtype, expected: torch.dtype) -> 
         pairs = zip(value_and_gradient(kernel), value_and_gradient(_formula), strict=True)
         return all((own - torchs).abs().max() <= TOLERANCE * torchs.abs().max() for own, torchs in pairs)
 
-    return usable_kernel("divergence", device, load, agrees) or _formula
+    return usable_kernel("divergence", device, load, agrees) or _in_parts
