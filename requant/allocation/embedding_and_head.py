@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.passes import backward_pass, summed_loss
+from requant.calibration.passes import backward_pass, rows_at_once, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
@@ -217,13 +217,14 @@ def embedding_and_head_curvature(
             x = inputs[0].detach()
 
             def accumulate(gradient: Tensor) -> None:
-                gradients = gradient.flatten(0, -2).float()
+                gradients = gradient.flatten(0, -2)
                 if use == "head":
-                    rows.add_(gradients.square().sum(0))
+                    for some in gradients.split(rows_at_once(gradients)):
+                        rows.add_(some.float().square().sum(0))
                     inputs = x.flatten(0, -2).float()
                 else:
                     rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
-                    inputs = gradients if scale is None else scale(gradients)
+                    inputs = gradients.float() if scale is None else scale(gradients.float())
                 covariance.addmm_(inputs.mT, inputs)
 
             output.register_hook(accumulate)

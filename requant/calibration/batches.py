@@ -1,6 +1,11 @@
-"""Windows in batches: how many fit into one pass with logits, and which of the batches a process runs."""
+"""Windows in batches: how many fit into one pass with logits, and which of the batches a process runs.
+
+On a GPU a batch with gradients has up to twice as many tokens as one without, whose logits are compared in float32 with
+those of another model: of its own, `passes.cross_entropy` makes float32 copies of a few rows at a time.
+"""
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -12,7 +17,12 @@ from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
 GPU_TOKENS, CPU_TOKENS = 8192, 2048  # of a batch, at most
-COPIES_OF_LOGITS = 6  # in float32 in a backward pass on a GPU: with logarithms, noise and gradients
+COPIES_OF_LOGITS = (
+    6  # in float32, of a batch without gradients: two models', their logarithms, and what compares them
+)
+# Tokens times the square of a block's width that take a GPU, forward and back, about as long as Python: an H200 works for
+# 55 ms at 2048 tokens of a 1B shape, and waits for Python for another 25.
+FULL_BLOCK = 1.4e10
 
 
 def batches(
@@ -33,10 +43,11 @@ def rounds(
     *,
     label: str | None,
     split: bool = True,
+    gradients: bool = False,
 ) -> Iterator[tuple[int, Int64[Tensor, "c t"] | None]]:
     """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
     device = next(model.parameters()).device
-    numbered = own_chunks(windows, model, split=split)
+    numbered = own_chunks(windows, model, split=split, gradients=gradients)
     for each in tracked(numbered, label=label, unit="batches"):
         yield (-1, None) if each is None else (each[0], to_device(each[1], device))
 
@@ -47,27 +58,36 @@ def own_chunks(
     *,
     split: bool = True,
     windows_each: int | None = None,
+    gradients: bool = False,
 ) -> Sequence[tuple[int, Int64[Tensor, "_ t"]] | None]:
     """All of `rounds` at once, or batches of `windows_each` windows, on the device of the windows."""
-    numbered = list(enumerate(chunks(windows, model, windows_each)))
+    numbered = list(enumerate(chunks(windows, model, windows_each, gradients=gradients)))
     return ranks.rounds(numbered) if split else numbered
 
 
-def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[Tensor, "c t"]:
+def first_batch(
+    windows: Int64[Tensor, "b t"], model: PreTrainedModel, *, gradients: bool = False
+) -> Int64[Tensor, "c t"]:
     """The first of `batches`, and a largest one, on the device of the windows."""
-    return chunks(windows, model, None)[0]
+    return chunks(windows, model, None, gradients=gradients)[0]
 
 
 def bytes_of_logits(model: PreTrainedModel, count: int, length: int) -> int:
-    """Bytes of all copies of the logits of the largest batch of `count` windows, in a backward pass on a GPU."""
+    """Bytes of all copies of the logits of the largest batch of `count` windows on a GPU.
+
+    Without gradients, which take less for all that there are twice as many: three copies in the model's dtype, and those of
+    a few rows.
+    """
     if model.get_output_embeddings() is None:
         return 0
     return 4 * COPIES_OF_LOGITS * tokens_at_once(model, count, length, gpu=True) * vocabulary_of(model)
 
 
-def tokens_at_once(model: PreTrainedModel, count: int, length: int, *, gpu: bool) -> int:
+def tokens_at_once(
+    model: PreTrainedModel, count: int, length: int, *, gpu: bool, gradients: bool = False
+) -> int:
     """Tokens of the largest batch of `count` windows of `length` tokens."""
-    return length * min(count, _windows_at_once(model, length, gpu=gpu))
+    return length * min(count, _windows_at_once(model, length, gpu=gpu, gradients=gradients))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -77,11 +97,17 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def chunks(
-    windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
+    windows: Int64[Tensor, "b t"],
+    model: PreTrainedModel,
+    windows_each: int | None,
+    *,
+    gradients: bool = False,
 ) -> Sequence[Int64[Tensor, "_ t"]]:
     """All `batches`, on the device of the windows."""
     gpu = next(model.parameters()).is_cuda
-    return windows.split(windows_each or _windows_at_once(model, windows.shape[1], gpu=gpu))
+    return windows.split(
+        windows_each or _windows_at_once(model, windows.shape[1], gpu=gpu, gradients=gradients)
+    )
 
 
 def windows_without_logits(length: int, *, gpu: bool) -> int:
@@ -89,6 +115,14 @@ def windows_without_logits(length: int, *, gpu: bool) -> int:
     return max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // length)
 
 
-def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool) -> int:
-    tokens = min(GPU_TOKENS if gpu else CPU_TOKENS, MOST_LOGITS // vocabulary_of(model))
-    return max(1, tokens // length)
+def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool, gradients: bool) -> int:
+    """On a GPU, with gradients, as many as keep it busy while Python calls a block, of at most twice as many logits."""
+    most = MOST_LOGITS // vocabulary_of(model)
+    if not gpu:
+        return max(1, min(CPU_TOKENS, most) // length)
+    windows = max(1, min(GPU_TOKENS, most) // length)
+    if not gradients:
+        return windows
+    width = model.get_input_embeddings().get_parameter("weight").shape[1]
+    busy = ceil(FULL_BLOCK / width**2 / length)
+    return max(windows, min(busy, min(GPU_TOKENS, 2 * most) // length))

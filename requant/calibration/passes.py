@@ -40,14 +40,37 @@ from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 RECOMPUTE_ABOVE = (
     2_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
 )
+ROWS_AT_ONCE = 512  # of logits on a GPU, in float32
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
 OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])
 
 
 def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
     """Sum of the next-token cross-entropies of a batch, float32, nats."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def cross_entropy(logits: Float[Tensor, "m v"], tokens: Int64[Tensor, " m"]) -> Float[Tensor, ""]:
+    """The sum over rows, float32, nats; on a GPU a few rows at a time, computed again for their gradients.
+
+    So there are few of the copies in float32 that a loss and its gradient take, each twice as large as logits in 16 bits.
+    """
+    parts = list(zip(*(each.split(rows_at_once(logits)) for each in (logits, tokens)), strict=True))
+    if len(parts) == 1:
+        return _cross_entropy(logits, tokens)
+    return torch.stack(
+        [checkpoint(_cross_entropy, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    ).sum()
+
+
+def _cross_entropy(logits: Float[Tensor, "m v"], tokens: Int64[Tensor, " m"]) -> Float[Tensor, ""]:
+    return functional.cross_entropy(logits.float(), tokens, reduction="sum")
+
+
+def rows_at_once(logits: Float[Tensor, "m v"]) -> int:
+    """How many rows of logits, or of their gradients, are copied to float32 together: all on a CPU."""
+    return ROWS_AT_ONCE if logits.is_cuda else len(logits)
 
 
 class SampledLoss:
@@ -64,20 +87,28 @@ class SampledLoss:
     def __call__(
         self, model: PreTrainedModel, tokens: Int64[Tensor, "b t"], number: int
     ) -> Float[Tensor, ""]:
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+        at_once = rows_at_once(logits)
         for _ in range(self.drawn, number):
-            torch.empty(self.rows, logits.shape[1], device=logits.device).exponential_(
-                generator=self.generator
-            )
+            for first in range(0, self.rows, at_once):
+                rows = min(at_once, self.rows - first)
+                exponential((rows, logits.shape[1]), self.generator)
         self.drawn = number + 1
-        return functional.cross_entropy(logits, sample(logits, self.generator), reduction="sum")
+        sampled = [sample(rows, self.generator) for rows in logits.split(at_once)]
+        return cross_entropy(logits, torch.cat(sampled))
 
 
 @torch.no_grad()
 def sample(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Tensor, " m"]:
     """A token for every row, drawn by its probabilities p as argmax p / e with e ~ Exp(1)."""
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / noise).argmax(-1)  # torch.multinomial of NaN would leave the GPU unusable
+    p = logits.softmax(-1, dtype=torch.float32)
+    # torch.multinomial of NaN would leave the GPU unusable
+    return (p / exponential(p.shape, generator)).argmax(-1)
+
+
+def exponential(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Numbers of Exp(1), float32, on the generator's device."""
+    return torch.empty(*shape, device=generator.device).exponential_(generator=generator)
 
 
 @torch.no_grad()
@@ -165,7 +196,7 @@ def output_gradient_pass(
     in_single_precision = next(model.parameters()).dtype == torch.float32
     sampled = None
     if seed is not None:
-        rows = scored_tokens(first_batch(windows, model))
+        rows = scored_tokens(first_batch(windows, model, gradients=True))
         sampled = SampledLoss(seed, rows, next(model.parameters()).device)
 
     def loss_of(tokens: Int64[Tensor, "b t"], number: int) -> Float[Tensor, ""]:
@@ -224,7 +255,7 @@ def backward_pass(
             backward_block_by_block(
                 model,
                 windows,
-                own_chunks(windows, model, split=split),
+                own_chunks(windows, model, split=split, gradients=True),
                 loss_of,
                 first_block=first_block,
                 precision=precision,
@@ -234,7 +265,7 @@ def backward_pass(
             )
         return
     with recomputed_blocks(model, recompute, first_block=first_block):
-        for number, tokens in rounds(windows, model, label=label, split=split):
+        for number, tokens in rounds(windows, model, label=label, split=split, gradients=True):
             if tokens is not None:
                 with precision(tokens):
                     loss = loss_of(tokens, number)

@@ -136,7 +136,9 @@ class _Costs:
         again = self.parameters >= RECOMPUTE_ABOVE
         back = 1 + of_weights + again
         forth, gradients = LAUNCH_SECONDS
-        launching = self._blocks_of_batches(tokens) * (forth + share * (gradients + again * forth))
+        count, length = self.prepared.windows.shape
+        batch = tokens_at_once(self.prepared.model, count, length, gpu=True, gradients=True)
+        launching = self._blocks_of_batches(tokens, batch) * (forth + share * (gradients + again * forth))
         arithmetic = 2 * self.parameters * tokens / self.rate * (1 + back * share)
         return max(arithmetic, launching) + 2 * self.brought
 
@@ -314,7 +316,7 @@ class _Costs:
         prepared, gpus = self.prepared, count_gpus(self.prepared)
         count, length = prepared.windows.shape
         count = min(count, max(1, DIAGNOSED_TOKENS // length))
-        at_once = tokens_at_once(prepared.model, count, length, gpu=True) // length
+        at_once = tokens_at_once(prepared.model, count, length, gpu=True, gradients=True) // length
         steps = (2 + self.nodes) * ceil(ceil(count / at_once) / gpus)
         trained = self.recipe.finetune.trains
         if prepared.hosted:  # whenever a block comes: in a pass that goes back all but the last come twice

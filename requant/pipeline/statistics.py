@@ -70,7 +70,8 @@ def statistics_room(
     if device == "cpu":
         batch = _backward_bytes(prepared)
     if ranks.count_owners(prepared.targets) > 1:
-        tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=device != "cpu")
+        gpu = device != "cpu"
+        tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=gpu, gradients=True)
         given = exchanged_bytes(
             prepared.model, prepared.targets, tokens, needs, kind=device, by_block=prepared.hosted
         )

@@ -146,7 +146,7 @@ def gathered_in_chunks(
             cache = HiddenStateCache(run.model, run.windows)
         else:
             stops = [chunk[0].block for chunk in chunks]
-            descent = Descent.with_stops(run.model, own_chunks(run.windows, run.model), stops)
+            descent = Descent.with_stops(run.model, own_chunks(run.windows, run.model, gradients=True), stops)
             if descent is not None:
                 chunks.reverse()
     for chunk in chunks:
@@ -348,7 +348,7 @@ def chunks_that_fit(
     kind = targets[0].device.type
     batch = bytes_of_logits(run.model, *run.windows.shape) if kind == "cuda" else 0
     if ranks.world_size() > 1:
-        tokens = tokens_at_once(run.model, *run.windows.shape, gpu=kind == "cuda")
+        tokens = tokens_at_once(run.model, *run.windows.shape, gpu=kind == "cuda", gradients=True)
         hosted = hosted_blocks(run.model) is not None
         given = exchanged_bytes(run.model, targets, tokens, needs, kind=kind, by_block=hosted)
         batch = max(batch, given)  # it is sent when the logits are gone

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from requant.calibration import batches
 from requant.calibration.batches import bytes_of_logits, first_batch, tokens_at_once
+from requant.calibration.passes import ROWS_AT_ONCE
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -20,3 +22,28 @@ def test_tokens_of_the_largest_batch(tiny_model, monkeypatch, count: int, length
     if gpu:
         vocabulary = model.config.vocab_size
         assert bytes_of_logits(model, *windows.shape) == 6 * 4 * found * vocabulary
+
+
+@pytest.mark.parametrize(
+    ("width", "vocabulary", "tokens"),
+    [
+        (2048, 128256, 4096),
+        (3072, 128256, 2048),
+        (4096, 128256, 2048),
+        (2048, 262144, 2048),
+        (512, 32000, 8192),
+    ],
+)
+def test_with_gradients_a_narrow_model_takes_more_windows_of_at_most_twice_the_logits(
+    width: int, vocabulary: int, tokens: int
+) -> None:
+    config = LlamaConfig(hidden_size=width, vocab_size=vocabulary, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert tokens_at_once(model, 64, 2048, gpu=True, gradients=True) == tokens
+    assert tokens_at_once(model, 1, 2048, gpu=True, gradients=True) == 2048
+    # three copies in 16 bits, and four in float32 of a few rows, within what is planned
+    assert 2 * 3 * tokens * vocabulary + 4 * 4 * ROWS_AT_ONCE * vocabulary <= bytes_of_logits(model, 64, 2048)
+    assert tokens_at_once(model, 64, 512, gpu=False, gradients=True) == tokens_at_once(
+        model, 64, 512, gpu=False
+    )

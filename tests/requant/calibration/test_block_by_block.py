@@ -37,7 +37,7 @@ def model() -> LlamaForCausalLM:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch) -> None:
     monkeypatch.setattr(
-        "requant.calibration.batches.chunks", lambda windows, model, each: windows.split(each or 2)
+        "requant.calibration.batches.chunks", lambda windows, model, each, **_: windows.split(each or 2)
     )
 
 

@@ -62,7 +62,7 @@ from requant.models.targets import divided, find_linears
 from requant.run.workspace import digest
 
 exchange.AT_ONCE = 2000  # bytes: one or a few matrices of these
-batches.chunks = lambda windows, model, windows_each: windows.split(1)
+batches.chunks = lambda windows, model, windows_each, **_: windows.split(1)
 with ranks.joined("cpu"):
     model = AutoModelForCausalLM.from_pretrained(FOLDER).requires_grad_(False)
     unfuse_experts(model)

@@ -44,7 +44,7 @@ def test_fisher_is_a_loop_over_tokens(
     model, windows = tiny_model(name), tiny_windows[:3, :12]
     expected = fisher_by_loops(model, windows)
     monkeypatch.setattr(
-        "requant.calibration.batches.chunks", lambda windows, model, windows_each: windows.split(2)
+        "requant.calibration.batches.chunks", lambda windows, model, windows_each, **_: windows.split(2)
     )
     found = position_fisher(model, windows, find_linears(model), recompute=recompute)
     assert found.keys() == expected.keys()

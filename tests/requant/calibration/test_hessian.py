@@ -38,7 +38,7 @@ def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, nam
     model = tiny_model(name)
     monkeypatch.setattr(
         "requant.calibration.batches.chunks",
-        lambda windows, model, windows_each: windows.split(3),
+        lambda windows, model, windows_each, **_: windows.split(3),
     )
     found = input_statistics(model, tiny_windows, find_linears(model))
     for matrix, x in inputs_of(model, tiny_windows).items():
@@ -101,7 +101,7 @@ def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
 def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -> None:
     monkeypatch.setattr(
         "requant.calibration.batches.chunks",
-        lambda windows, model, windows_each: windows.split(3),
+        lambda windows, model, windows_each, **_: windows.split(3),
     )
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     found = input_statistics(

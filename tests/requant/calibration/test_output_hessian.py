@@ -61,7 +61,7 @@ def test_their_pass_sees_the_inputs_too(
     model = tiny_model(name)
     unfuse_experts(model)
     targets = find_linears(model)
-    monkeypatch.setattr("requant.calibration.batches.chunks", lambda windows, *_: windows.split(3))
+    monkeypatch.setattr("requant.calibration.batches.chunks", lambda windows, *_, **__: windows.split(3))
     monkeypatch.setattr("requant.calibration.passes.RECOMPUTE_ABOVE", 0 if recompute else 10**12)
     separate = input_statistics(model, tiny_windows, targets)
     alone = output_hessians(model, tiny_windows, targets)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,7 +10,7 @@ from eval.tiny_configs import tiny_config
 from requant.calibration import passes
 from requant.calibration.batches import batches
 from requant.calibration.hidden_states import in_graph_from, why_not_block_by_block
-from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
+from requant.calibration.passes import SampledLoss, gradient_pass, mean_loss, scored_tokens, summed_loss
 from requant.errors import NumericalError
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_blocks, find_linears
@@ -51,7 +53,7 @@ def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, 
 def small_batches(monkeypatch) -> None:
     """One window a batch."""
     monkeypatch.setattr(
-        "requant.calibration.batches.chunks", lambda windows, model, windows_each: windows.split(1)
+        "requant.calibration.batches.chunks", lambda windows, model, windows_each, **_: windows.split(1)
     )
 
 
@@ -90,6 +92,42 @@ def test_losses(tiny_model, tiny_windows) -> None:
         )
     assert scored_tokens(tiny_windows) == 4 * 31
     assert mean_loss(model, tiny_windows) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_rows_of_logits_at_a_time_have_the_same_gradients(monkeypatch, dtype: torch.dtype) -> None:
+    """As on a GPU, where the rest of their copies in float32 never exists."""
+    logits = torch.randn(25, 40, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    tokens = torch.arange(25)
+    expected = functional.cross_entropy(logits.float(), tokens, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected / 7, [logits])
+    monkeypatch.setattr(passes, "rows_at_once", lambda _logits: 8)
+    widths, copied = list[int](), functional.cross_entropy
+
+    def noted(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        widths.append(len(rows))
+        return copied(rows, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "cross_entropy", noted)
+    found = passes.cross_entropy(logits, tokens)
+    (found_gradient,) = torch.autograd.grad(found / 7, [logits])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=0)
+    assert widths[:4] == [8, 8, 8, 1] and sorted(widths) == sorted(
+        2 * widths[:4]
+    )  # once more each, for gradients
+
+
+def test_a_batch_draws_the_same_tokens_whoever_ran_those_before(
+    tiny_model, tiny_windows, monkeypatch
+) -> None:
+    model, losses = tiny_model("llama"), list[list[float]]()
+    monkeypatch.setattr(passes, "rows_at_once", lambda _logits: 5)  # noise in parts too
+    for numbers in ([0, 1, 2], [1], [2]):
+        loss = SampledLoss(0, 2 * (tiny_windows.shape[1] - 1), torch.device("cpu"))
+        losses.append([loss(model, tiny_windows[number : number + 2], number).item() for number in numbers])
+    assert losses[1] + losses[2] == losses[0][1:]
+    assert len(set(losses[0])) == 3
 
 
 @pytest.mark.parametrize("recompute", [False, True])

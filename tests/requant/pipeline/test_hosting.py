@@ -34,7 +34,7 @@ FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
 def small_batches(monkeypatch) -> None:
     """Two windows each, so that a pass has several."""
     monkeypatch.setattr(
-        "requant.calibration.batches.chunks", lambda windows, model, each: windows.split(each or 2)
+        "requant.calibration.batches.chunks", lambda windows, model, each, **_: windows.split(each or 2)
     )
 
 
