@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from requant import ranks
 from requant.allocation.embedding_and_head import (
@@ -71,31 +72,16 @@ def allocate_bits(run: RunContext) -> Allocation:
     part_bits = embedding_and_head_bits(recipe, embedding_and_head)
     if not has_budget(recipe):
         return uniform(recipe, run.targets, part_bits)
-    sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
-    widths = {name: list(found) for name, found in sizes.items()}
-    fixed = sparse_bytes(run.recipe, run.targets)  # what no choice changes
-    taken = 0  # by embedding and head without a choice
-    weights = run.total_weights  # that share the rest
-    if target_bits is not None:
-        budget = int(target_bits * run.total_weights / 8)
-    else:
-        assert recipe.budget.size is not None
-        budget = recipe.budget.size
-        fixed += overhead_bytes(run, embedding_and_head)
-        for role, part in embedding_and_head.parts.items():
-            sizes[role] = part_sizes(run.model, run.source, part, part_bits[role], table_method(recipe))
-            if len(sizes[role]) == 1:
-                taken += sum(sizes[role].values())
-            else:
-                weights += part.weight.numel()
-    check_reachable(run, sizes, budget, fixed)
-    average = 8 * (budget - fixed - taken) / weights  # about what a matrix gets
-    losses = predicted_losses(run, widths, average)
+    budget = _budget_of(run, embedding_and_head, part_bits)
+    check_reachable(run, budget.sizes, budget.bytes, budget.fixed)
+    widths = {target.name: list(budget.sizes[target.name]) for target in run.targets}
+    losses = predicted_losses(run, widths, budget.average)
     losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
-    options = _options(run, sizes, losses)
+    options = _options(run, budget.sizes, losses)
     if recipe.trains_in_rounds:
-        options = _weighted_by_round(run, options, budget - fixed)
-    choice = allocate(options, budget - fixed)
+        options = _weighted_by_round(run, options, budget.free)
+    choice = allocate(options, budget.free)
+    best_split = None
     if target_bits is None:
         chosen = {role: choice.options[role].bits for role in part_bits}
         added = 0.0  # embedding and head are part of the choice
@@ -103,32 +89,67 @@ def allocate_bits(run: RunContext) -> Allocation:
         limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(part_bits)
         chosen = {role: fewest_bits(losses[role], limit) for role in part_bits}
         added = math.fsum(losses[role][bits] for role, bits in chosen.items())
-    best_split = None
-    if target_bits is not None and any(len(found) > 1 for found in part_bits.values()):
-        best_split = _best_split(run, embedding_and_head, options, losses, chosen, budget=budget, fixed=fixed)
-        if best_split.predicted > CLEARLY_LESS * (choice.loss + added):
-            best_split = None
+        if any(len(found) > 1 for found in part_bits.values()):
+            split = _best_split(run, embedding_and_head, options, losses, chosen, budget)
+            best_split = split if split.predicted <= CLEARLY_LESS * (choice.loss + added) else None
+    found = {target.name: choice.options[target.name] for target in run.targets}
+    curve = losses_at_other_budgets(options, budget.free)
     allocation = Allocation(
-        bits={target.name: choice.options[target.name].bits for target in run.targets},
+        bits={name: option.bits for name, option in found.items()},
         outlier_fractions={
-            target.name: fraction
-            for target in run.targets
-            if (fraction := choice.options[target.name].outlier_fraction)
+            name: option.outlier_fraction for name, option in found.items() if option.outlier_fraction
         },
-        bytes=choice.bytes + fixed,
-        budget=budget,
+        bytes=choice.bytes + budget.fixed,
+        budget=budget.bytes,
         predicted=choice.loss + added,
         predictor=recipe.budget.predictor,
-        loss_curve={
-            other + fixed: loss + added
-            for other, loss in losses_at_other_budgets(options, budget - fixed).items()
-        },
+        loss_curve={other + budget.fixed: loss + added for other, loss in curve.items()},
         embedding_bits=chosen["embedding"],
         head_bits=chosen.get("head", chosen["embedding"]),
         token_table_bits=of_token_tables(chosen),
         best_split=best_split,
     )
     return _of_rank_zero(allocation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Budget:
+    """Bytes that are to be divided, and what may be bought with them."""
+
+    bytes: int
+    fixed: int  # of them, what no choice changes
+    sizes: Mapping[
+        str, Mapping[Bits, int]
+    ]  # of matrices by bits; of a file also of embedding, head and token tables
+    average: float  # bits that a weight gets, about
+
+    @property
+    def free(self) -> int:
+        return self.bytes - self.fixed
+
+
+def _budget_of(
+    run: RunContext, embedding_and_head: EmbeddingAndHead, part_bits: Mapping[str, Sequence[Bits]]
+) -> _Budget:
+    """Of the matrices alone for `bits`, of the whole file for `size`."""
+    recipe = run.recipe
+    sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
+    fixed = sparse_bytes(recipe, run.targets)
+    if recipe.budget.bits is not None:
+        total = int(recipe.budget.bits * run.total_weights / 8)
+        average = 8 * (total - fixed) / run.total_weights
+        return _Budget(bytes=total, fixed=fixed, sizes=sizes, average=average)
+    assert recipe.budget.size is not None
+    fixed += overhead_bytes(run, embedding_and_head)
+    taken, weights = 0, run.total_weights  # by what has no choice, and those that share the rest
+    for role, part in embedding_and_head.parts.items():
+        sizes[role] = part_sizes(run.model, run.source, part, part_bits[role], table_method(recipe))
+        if len(sizes[role]) == 1:
+            taken += sum(sizes[role].values())
+        else:
+            weights += part.weight.numel()
+    average = 8 * (recipe.budget.size - fixed - taken) / weights
+    return _Budget(bytes=recipe.budget.size, fixed=fixed, sizes=sizes, average=average)
 
 
 def _of_rank_zero(own: Allocation) -> Allocation:
@@ -145,12 +166,10 @@ def _best_split(
     options: Mapping[str, Sequence[Option]],
     losses: Mapping[str, Mapping[Bits, float]],
     chosen: Mapping[str, Bits],
-    *,
-    budget: int,
-    fixed: int,
+    budget: _Budget,
 ) -> Split:
-    """The choice of least predicted loss in a file as large as that of `budget` bytes for the matrices, of which `fixed` are
-    spent, with embedding and head at the `chosen` bits.
+    """The choice of least predicted loss in a file as large as that of the matrices' budget with embedding and head at the
+    `chosen` bits.
 
     By the recipe's code: where that is `pair`, `--size` itself takes `mul1`, and loses a little less than predicted.
     """
@@ -158,7 +177,7 @@ def _best_split(
         role: part_sizes(run.model, run.source, part, list(losses[role]), table_method(run.recipe))
         for role, part in embedding_and_head.parts.items()
     }
-    shared = budget - fixed + sum(sizes[role][bits] for role, bits in chosen.items())
+    shared = budget.free + sum(sizes[role][bits] for role, bits in chosen.items())
     weight = TABLE_WEIGHT if run.recipe.trains_in_rounds else 1.0
     tables = {
         role: [
@@ -168,10 +187,10 @@ def _best_split(
         for role, found in sizes.items()
     }
     choice = allocate({**options, **tables}, shared)
-    taken = fixed + sum(choice.options[target.name].bytes for target in run.targets)
+    taken = budget.fixed + sum(choice.options[target.name].bytes for target in run.targets)
     bits = {role: choice.options[role].bits for role in tables}
     return Split(
-        size=shared + fixed + overhead_bytes(run, embedding_and_head),
+        size=shared + budget.fixed + overhead_bytes(run, embedding_and_head),
         predicted=choice.loss,
         bits=8 * taken / run.total_weights,
         embedding_bits=bits["embedding"],
