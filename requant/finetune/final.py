@@ -30,7 +30,13 @@ from requant.finetune.memory import FITS, training_bytes
 from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
-from requant.finetune.teacher import HeadTeacher, Teacher, states_on_host, why_states_do_not_suffice
+from requant.finetune.teacher import (
+    HeadTeacher,
+    StateCache,
+    Teacher,
+    states_on_host,
+    why_states_do_not_suffice,
+)
 from requant.finetune.trainables import EMBEDDING_LR, learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import (
@@ -124,7 +130,8 @@ def teacher_of(
     """What the run learns from: the original, or its head and states where it learns block by block.
 
     The windows are the first of `run.train_windows`, the validation windows those after them (`split_windows`). The first
-    call computes the states of all, `run.last_states`.
+    call computes the states of all, `run.last_states`; of a model that is trained as a whole, steps compute those that they
+    need, and leave them to the next training, `run.state_caches`.
     """
     device, (count, length) = run.model.device, run.train_windows.shape
     # of the smallest GPU: all ranks train in the same way
@@ -143,7 +150,16 @@ def teacher_of(
                 run.last_states.append(states_on_host(run.model, run.train_windows, label=label))
             return HeadTeacher(run.model, train_windows, val_windows, states=run.last_states[0])
         logger.warning("the model is not trained block by block, and takes more memory: %s", reason)
-    return Teacher(original_model(run), train_windows)
+    teacher = Teacher(original_model(run), train_windows, _earlier_cache(run, train_windows))
+    run.state_caches.append(teacher.cache)
+    return teacher
+
+
+def _earlier_cache(run: RunContext, train_windows: Int64[Tensor, "b t"]) -> StateCache | None:
+    """States that an earlier training left of the same windows, if all ranks have some."""
+    cache = run.state_caches.pop() if run.state_caches else None
+    there = cache is not None and cache.states is not None and torch.equal(cache.windows, train_windows)
+    return cache if ranks.all_agree(there) else None
 
 
 def trains_by_block(

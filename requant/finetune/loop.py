@@ -74,7 +74,7 @@ def train(
     micro_batch, models, recompute = None, [run.model], False
     if isinstance(teacher, Teacher):
         micro_batch = micro_batch_that_fits(
-            run, trainables, derived, settings, teacher.windows.shape[1], reserved=teacher.bytes_to_come
+            run, trainables, derived, settings, teacher.windows.shape[1], reserved=teacher.cache.bytes_to_come
         )
         hidden_weight = hidden_weight and usable_hidden_weight(hidden_weight, teacher)
         models, recompute = [run.model, teacher.model], None if micro_batch is None else False
@@ -135,7 +135,7 @@ class _Batches:
         own = chosen[ranks.rank() :: ranks.world_size()]
         found = self.teacher.micro_batches(own, self.micro_batch) if len(own) else []
         if isinstance(self.teacher, Teacher):
-            self.teacher.share(chosen)
+            self.teacher.cache.share(chosen)
         return found
 
     def _windows(self, step: int) -> Int64[Tensor, " c"]:
@@ -218,7 +218,7 @@ class _Training:
         self.step.restore(found.tensors)
         done = found.value["step"]
         if isinstance(self.batches.teacher, Teacher):
-            for step in range(self.num_steps if self.saved.round else done):
+            for step in range(done):
                 self.batches.of_step(step)  # its states as they were cached, in the same batches
         return done
 

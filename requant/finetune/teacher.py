@@ -2,12 +2,13 @@
 
     logits_i = head(h_i),   h_i: last hidden states of window i, computed once
 
-Windows come again in every epoch and in every round, and the original does not change; running its blocks would be a fifth
-of a step's arithmetic. Caching logits would take tens of times the memory (vocabulary size over hidden size), so the head
-runs in every step. Whatever a model does after its blocks (scaling or capping logits) is preserved: its whole forward pass
-runs, with a base model that returns the cached states. If that gives different logits, or if the states would take more
-than a quarter of the free memory, the blocks run in every step. With several processes each computes the states of its
-share of a step, and all of them keep those states, because the next epoch divides the windows differently.
+Windows come again in every epoch, in every round and in the last training, and the original does not change; running its
+blocks would be a fifth of a step's arithmetic. Caching logits would take tens of times the memory (vocabulary size over
+hidden size), so the head runs in every step. Whatever a model does after its blocks (scaling or capping logits) is
+preserved: its whole forward pass runs, with a base model that returns the cached states. If that gives different logits, or
+if the states would take more than a quarter of the free memory, the blocks run in every step. With several processes each
+computes the states of its share of a step, and all of them keep those states, because the next epoch divides the windows
+differently.
 
 For a model that is trained block by block (`blockwise.py`) all states are computed once a run and kept on the host, in
 memory or in a file, and only the head of the original is left on the GPU (`HeadTeacher`). With several processes each
@@ -45,40 +46,45 @@ LOGITS_TOLERANCE = 1e-2  # relative Frobenius distance: caching may round a stat
 logger = logging.getLogger(__name__)
 
 
-class Teacher:
-    """Logits of the original; `windows` are the training windows, whose states may be cached."""
+class StateCache:
+    """Last hidden states of the original on training windows, as far as training has come to them, on the model's device.
+
+    A window keeps the states of the first batch that held it, though another may compute them again and round otherwise. So
+    a training that finds them learns from what it would compute itself, in batches of the same windows.
+    """
 
     def __init__(self, model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> None:
-        self.model, self.windows = model, windows
+        self.windows = windows
         self.states: Float[Tensor, "b t d"] | None = None
+        self.output_class: type | None = None  # of the base model, once there are states
         self.cached = torch.zeros(len(windows), dtype=torch.bool)
         self.on_all_ranks = self.cached.clone()
         self.shares: bool | None = None  # all ranks keep states; None: not known yet
         head, device = model.get_output_embeddings(), model.device
         hidden_size = 0 if head is None else head.weight.shape[1]
-        self.cache_bytes = state_bytes(windows.numel(), hidden_size, device.type)
-        fits = 0 < self.cache_bytes <= MAX_MEMORY_FRACTION * free_memory(device)
+        self.bytes = state_bytes(windows.numel(), hidden_size, device.type)
+        fits = 0 < self.bytes <= MAX_MEMORY_FRACTION * free_memory(device)
         one_device = len({p.device for p in model.parameters()}) == 1
-        self.caches: bool | None = None if fits and one_device else False  # None: not tried yet
+        self.works: bool | None = None if fits and one_device else False  # None: not tried yet
 
     @property
     def bytes_to_come(self) -> int:
         """Bytes of states that are not allocated yet and may be."""
-        return 0 if self.caches is False or self.states is not None else self.cache_bytes
+        return 0 if self.works is False or self.states is not None else self.bytes
 
-    def micro_batches(
-        self, chosen: Int64[Tensor, " c"], windows_each: int | None
-    ) -> list[tuple[Tensor, ...]]:
-        """Tokens of the chosen windows in micro-batches (`batches`), each with its states where they are cached."""
-        batched = list(batches(self.windows[chosen], self.model, label=None, windows_each=windows_each))
-        members = chosen.split(len(batched[0]))
-        return [(tokens, *self._cached_states(m, tokens)) for m, tokens in zip(members, batched, strict=True)]
+    def put(self, members: Int64[Tensor, " c"], states: Float[Tensor, "c t d"]) -> None:
+        """Keep the states of those of a batch's windows that have none."""
+        assert self.states is not None
+        missing = (~self.cached[members]).nonzero()[:, 0]
+        rows, places = (to_device(each, states.device) for each in (missing, members[missing]))
+        self.states[places] = states[rows]
+        self.cached[members] = True
 
     @torch.no_grad()
     def share(self, chosen: Int64[Tensor, " c"]) -> None:
-        """Keep the states of all windows of a step, where `micro_batches` has cached those of this rank (`ranks.mine`).
+        """Keep the states of all windows of a step, of which each rank has computed its own (`ranks.mine`).
 
-        Every rank calls it after every step's `micro_batches`, also without a window of its own.
+        Every rank calls it after every step's batches, also without a window of its own.
         """
         if ranks.world_size() == 1:
             return
@@ -94,6 +100,27 @@ class Teacher:
             self.states[to_device(part, self.states.device)] = states
             self.cached[part] = self.on_all_ranks[part] = True
 
+
+class Teacher:
+    """Logits of the original; `windows` are the training windows, whose states may be cached.
+
+    `cache` is that of an earlier teacher on these windows, and of the same original; None: nothing is cached yet.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, windows: Int64[Tensor, "b t"], cache: StateCache | None = None
+    ) -> None:
+        self.model, self.windows = model, windows
+        self.cache = StateCache(model, windows) if cache is None else cache
+
+    def micro_batches(
+        self, chosen: Int64[Tensor, " c"], windows_each: int | None
+    ) -> list[tuple[Tensor, ...]]:
+        """Tokens of the chosen windows in micro-batches (`batches`), each with its states where they are cached."""
+        batched = list(batches(self.windows[chosen], self.model, label=None, windows_each=windows_each))
+        members = chosen.split(len(batched[0]))
+        return [(tokens, *self._cached_states(m, tokens)) for m, tokens in zip(members, batched, strict=True)]
+
     @torch.no_grad()
     def logits(
         self, tokens: Int64[Tensor, "c t"], states: Float[Tensor, "c t d"] | None = None
@@ -101,29 +128,29 @@ class Teacher:
         """The original's logits; with `states` its blocks do not run."""
         if states is None:
             return self.model(input_ids=tokens, use_cache=False).logits
-        return logits_of_states(self.model, self.output_class, tokens, states)
+        assert self.cache.output_class is not None
+        return logits_of_states(self.model, self.cache.output_class, tokens, states)
 
     @torch.no_grad()
     def _cached_states(
         self, members: Int64[Tensor, " c"], tokens: Int64[Tensor, "c t"]
     ) -> tuple[Tensor, ...]:
         """States of a micro-batch; if any is missing all are computed, for blocks are compiled for its shape."""
+        cache = self.cache
         with mixed_precision(tokens):
-            if self.caches is None:
-                self.caches = self._caching_works(tokens)
-            if not self.caches:
+            if cache.works is None:
+                cache.works = self._caching_works(tokens)
+            if not cache.works:
                 return ()
-            assert self.states is not None
-            places = to_device(members, self.states.device)
-            if not self.cached[members].all():
-                self.states[places] = self.last_states(tokens)
-                self.cached[members] = True
-            return (self.states[places],)
+            assert cache.states is not None
+            if not cache.cached[members].all():
+                cache.put(members, self.last_states(tokens))
+            return (cache.states[to_device(members, cache.states.device)],)
 
     @torch.no_grad()
     def last_states(self, tokens: Int64[Tensor, "c t"]) -> Float[Tensor, "c t d"]:
         """The original's last hidden states, for `logits`; its blocks run."""
-        self.output_class, states = last_states(self.model, tokens)
+        self.cache.output_class, states = last_states(self.model, tokens)
         return states
 
     def _caching_works(self, tokens: Int64[Tensor, "c t"]) -> bool:
@@ -131,7 +158,7 @@ class Teacher:
         reason = why_states_do_not_suffice(self.model, tokens)
         if reason is None:
             states = self.last_states(tokens)
-            self.states = states.new_empty(*self.windows.shape, states.shape[-1])
+            self.cache.states = states.new_empty(*self.windows.shape, states.shape[-1])
             return True
         logger.info("the original's blocks run at every step: %s", reason)
         return False

@@ -240,7 +240,9 @@ def with_own_text(run: RunContext, count: int) -> RunContext:
         run.workspace.put("own-text", key, tensors={"windows": written})
     else:
         written = stored.tensors["windows"]
-    return dataclasses.replace(run, train_windows=torch.cat([written, run.train_windows]), last_states=[])
+    return dataclasses.replace(
+        run, train_windows=torch.cat([written, run.train_windows]), last_states=[], state_caches=[]
+    )
 
 
 def recipe_for(
@@ -280,6 +282,7 @@ def finetuned(
         with run.stage("finetuning"), exhaustion_explained():
             result = finetune(run, weights, run.recipe.finetune, embedding_and_head)
         save_stage(run, "finetuned", result)
+    run.state_caches.clear()
     tables = {name: result.pop(name) for name in embedding_and_head.weights}
     return result, dataclasses.replace(embedding_and_head, weights=tables)
 

@@ -86,8 +86,8 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     yield costs.embedding_and_head()
     if recipe.mode != "sparse" and costs.steps:
         last = costs.training("fine-tuning", 0, by_block=costs.by_block)
-        kept = recipe.trains_in_rounds and costs.by_block  # the states that the rounds computed
-        yield replace(last, seconds=last.seconds + (0.0 if kept else costs.states()) + costs.compiling())
+        states = 0.0 if costs.rounds_leave_states else costs.states()
+        yield replace(last, seconds=last.seconds + states + costs.compiling())
     yield costs.diagnosis()
     yield costs.evaluation()
     yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
@@ -235,6 +235,14 @@ class _Costs:
         return self.forward(
             count * length if self.by_block else min(count * length, seen), batch=windows * length
         )
+
+    @property
+    def rounds_leave_states(self) -> bool:
+        """Whether the last training finds them: block by block they are there before the first round's codes, else after its
+        training, which a single round has not."""
+        if not self.recipe.trains_in_rounds:
+            return False
+        return self.by_block or len(rounds_of(self.prepared.targets, self.recipe.finetune.rounds)) > 1
 
     def rounds(self) -> Iterator[Stage]:
         """Of mode `best`; the training after the last one is a stage of its own."""

@@ -103,6 +103,8 @@ class RunContext:
     # once training block by block has asked for them: the class of the original's base model's output, and its last hidden
     # states on `train_windows`, on the host
     last_states: list[tuple[type, Tensor]] = field(default_factory=list)
+    # the states that training as a whole has computed, for the next one (`finetune/teacher.py`), on the model's device
+    state_caches: list[Any] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
     # share of the 2:4 masks that each update during training moved
     flip_rates: list[float] = field(default_factory=list)

@@ -1,10 +1,14 @@
 """Runs that train block by block: they end where those of the whole model do; when that is chosen; how one is broken off."""
 
+import dataclasses
 import gc
 
 import pytest
 import torch
 
+from requant import ranks
+from requant.allocation.budget import uniform
+from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune, teacher_of, trains_by_block
 from requant.finetune.memory import training_bytes
@@ -12,6 +16,7 @@ from requant.finetune.recomputed_block import LearningBlock
 from requant.finetune.teacher import HeadTeacher, Teacher, states_on_host
 from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.best import best
+from requant.pipeline.quantize import finetuned
 from requant.recipe.schema import Finetune
 from requant.run.quantize_linears import quantize_linears
 
@@ -133,3 +138,44 @@ def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_f
     assert computed == 3 * [len(run.train_windows)]
     for name, weight in learned.items():
         assert torch.equal(weight.dequantize(), again[name].dequantize())
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_states_of_a_model_that_is_trained_as_a_whole_outlive_its_rounds(
+    tiny_folder, tiny_text_file, monkeypatch, agreed
+) -> None:
+    """The last training computes none of them, where all ranks have some, and learns the same as one that has none; then
+    their memory is free."""
+    computed: list[int] = []
+    last_states = Teacher.last_states
+
+    def counted(teacher, tokens):
+        computed.append(len(tokens))
+        return last_states(teacher, tokens)
+
+    monkeypatch.setattr(Teacher, "last_states", counted)
+    # 11 windows in steps of 4, so that a batch holds windows of two epochs
+    kept, fresh = (run_of(tiny_folder("llama"), tiny_text_file, blockwise=False) for _ in range(2))
+    after_rounds = best(kept)
+    in_rounds = len(computed)
+    assert in_rounds > 0 and len(kept.state_caches) == 1
+    monkeypatch.setattr(ranks, "all_agree", lambda condition: condition and agreed)
+    allocated = dataclasses.replace(kept, allocation=uniform(kept.recipe, kept.targets, {"embedding": (16,)}))
+    learned, _ = finetuned(allocated, after_rounds, quantize_embedding_and_head(allocated))
+    assert (len(computed) == in_rounds) is agreed and not kept.state_caches
+    after_rounds = best(fresh)
+    fresh.state_caches.clear()
+    again = finetune(fresh, after_rounds, fresh.recipe.finetune)
+    for name, weight in learned.items():
+        assert torch.equal(weight.dequantize(), again[name].dequantize())
+
+
+def test_states_of_other_windows_are_not_taken(tiny_folder, tiny_text_file) -> None:
+    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=False)
+    caches = []
+    for windows in (run.train_windows[:4], run.train_windows[:4], run.train_windows[1:5]):
+        teacher = teacher_of(run, run.recipe.finetune, windows)
+        assert isinstance(teacher, Teacher)
+        teacher.micro_batches(torch.arange(4), None)
+        caches.append(teacher.cache)
+    assert caches[0] is caches[1] is not caches[2] and run.state_caches == caches[2:]

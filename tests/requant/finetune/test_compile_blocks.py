@@ -125,7 +125,7 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog, hidden_we
             )
             for _ in range(8):
                 step(teacher.micro_batches(torch.arange(4), 4), 1.0)
-            assert step.updates is not None and teacher.cached.all(), caplog.text
+            assert step.updates is not None and teacher.cache.cached.all(), caplog.text
             step.close()
         found.append(loss_sum(model, teacher, tokens.cuda()).item())
     assert found[0] == pytest.approx(found[1], rel=0.02)

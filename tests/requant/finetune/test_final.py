@@ -209,5 +209,6 @@ def test_processes_train_alike_on_gpus_of_two_sizes(tiny_folder, tiny_text_file,
     monkeypatch.setattr(ranks, "smallest", lambda own: min(own, 24))
     monkeypatch.setattr(final, "trains_by_block", lambda *_, device_memory: asked.append(device_memory))
     teacher = object.__new__(final.Teacher)
+    teacher.cache = object.__new__(final.StateCache)
     monkeypatch.setattr(final, "Teacher", lambda *_: teacher)
     assert final.teacher_of(run, settings, run.train_windows) is teacher and asked == [24]

@@ -7,7 +7,7 @@ import torch
 
 from requant.finetune import teacher as module
 from requant.finetune.final import finetune
-from requant.finetune.teacher import Teacher
+from requant.finetune.teacher import StateCache, Teacher
 from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -30,7 +30,7 @@ def test_kept_states_give_the_logits_of_the_whole_model(tiny_model, windows, arc
         for part in teacher.micro_batches(chosen, 2):
             torch.testing.assert_close(teacher.logits(*part), model(input_ids=part[0]).logits)
     kept = architecture != "opt"
-    assert teacher.cached.tolist() == [False, kept, False, False, kept, kept]
+    assert teacher.cache.cached.tolist() == [False, kept, False, False, kept, kept]
     assert "forward" not in model.base_model.__dict__
 
 
@@ -43,6 +43,16 @@ def test_a_window_goes_through_the_blocks_once(tiny_model, windows) -> None:
         for part in teacher.micro_batches(torch.tensor(chosen), 2):
             teacher.logits(*part)
         assert len(calls) - before == more
+
+
+def test_states_are_those_of_the_first_batch_with_the_window(tiny_model, windows) -> None:
+    """Whoever has them already and whoever computes them anew, in the same batches, learns from the same."""
+    cache = StateCache(tiny_model("llama"), windows)
+    cache.states = torch.zeros(len(windows), 1, 1)
+    for number, members in enumerate(([0, 3], [3, 1, 0], [1, 5]), start=1):
+        cache.put(torch.tensor(members), torch.full((len(members), 1, 1), float(number)))
+    assert cache.states.flatten().tolist()[:6] == [1, 2, 0, 1, 0, 3]
+    assert cache.cached.tolist()[:6] == [True, True, False, True, False, True]
 
 
 def test_what_one_rank_computed_all_keep(tiny_model, windows, monkeypatch) -> None:
@@ -70,22 +80,22 @@ def test_what_one_rank_computed_all_keep(tiny_model, windows, monkeypatch) -> No
             if number == 1:  # the first try is made
                 calls = count_blocks(teacher.model)
             teacher.micro_batches(chosen[rank::2], 2)
-            teacher.share(chosen)
+            teacher.cache.share(chosen)
         return calls
 
     with ThreadPoolExecutor(2) as threads:
         assert [len(calls) for calls in threads.map(train, range(2))] == [1, 1]
     _, states = module.last_states(teachers[0].model, windows)
     for teacher in teachers:
-        torch.testing.assert_close(teacher.states, states)
+        torch.testing.assert_close(teacher.cache.states, states)
 
 
 def test_a_model_whose_head_reads_past_the_base_model_runs_its_blocks(tiny_model, windows) -> None:
     """OPT calls the decoder inside of its base model."""
     teacher = Teacher(tiny_model("opt"), windows)
     (part,) = teacher.micro_batches(torch.arange(6), 8)
-    assert teacher.caches is False and len(part) == 1 and teacher.bytes_to_come == 0
-    assert teacher.states is None  # nor is their memory taken
+    assert teacher.cache.works is False and len(part) == 1 and teacher.cache.bytes_to_come == 0
+    assert teacher.cache.states is None  # nor is their memory taken
 
 
 def test_states_take_at_most_a_quarter_of_the_memory(tiny_model, windows, monkeypatch) -> None:
@@ -94,9 +104,9 @@ def test_states_take_at_most_a_quarter_of_the_memory(tiny_model, windows, monkey
     for free, kept in ((4 * needed, True), (4 * needed - 1, False)):
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
         teacher = Teacher(model, windows)
-        assert teacher.bytes_to_come == (needed if kept else 0)
+        assert teacher.cache.bytes_to_come == (needed if kept else 0)
         assert [len(part) for part in teacher.micro_batches(torch.arange(6), 6)] == [2 if kept else 1]
-        assert teacher.bytes_to_come == 0 and (teacher.states is not None) == kept
+        assert teacher.cache.bytes_to_come == 0 and (teacher.cache.states is not None) == kept
 
 
 def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monkeypatch) -> None:

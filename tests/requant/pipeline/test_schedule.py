@@ -131,17 +131,23 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
 
 
 def test_states_of_the_original_are_counted_where_they_are_computed(tiny_folder, monkeypatch) -> None:
-    """Block by block before the first codes, for all trainings; else in the steps of the rounds and of the last training."""
+    """Block by block before the first codes, for all trainings; else in the steps of the first, the last one if there are no
+    others."""
     source, states = str(tiny_folder("llama")), 1e6
     where = {}
-    for by_block in (True, False):
-        finetune = Finetune(steps=3, rounds=2, blockwise=by_block)
+    for by_block, rounds in ((True, 2), (False, 2), (False, 1), (False, 0)):
+        finetune = Finetune(steps=3, rounds=rounds, blockwise=by_block)
         recipe = recipe_of("trellis", mode="best", finetune=finetune)
         with monkeypatch.context() as patch:
             patch.setattr(_Costs, "states", lambda _self: states)
             stages = expected_stages(outline(source, recipe), recipe, "cuda")
-        where[by_block] = [stage.name for stage in stages if stage.seconds >= states]
-    assert where == {True: ["round 1 of 2, codes"], False: ["round 1 of 2, training", "fine-tuning"]}
+        where[by_block, rounds] = [stage.name for stage in stages if stage.seconds >= states]
+    assert where == {
+        (True, 2): ["round 1 of 2, codes"],
+        (False, 2): ["round 1 of 2, training"],
+        (False, 1): ["fine-tuning"],
+        (False, 0): ["fine-tuning"],
+    }
 
 
 def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypatch) -> None:
