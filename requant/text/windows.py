@@ -10,9 +10,9 @@ arXiv:2305.17888). `requant.text.sources` reads the text.
 """
 
 import logging
-from collections.abc import Iterator
 from typing import cast
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -23,6 +23,7 @@ from requant.text.sampling import sample_documents
 from requant.text.sources import SELF, Text
 
 SHINGLE_WORDS = 13  # the n-gram of contamination checks since GPT-3 (Brown et al. 2020, arXiv:2005.14165)
+HASH_FACTOR = 0x5851F42D4C957F2D  # odd; the multiplier of Knuth's MMIX generator
 SELF_BATCH, SELF_TOKENS = 16, 1024  # documents sampled at once, and tokens of each at most
 COUNTED, SLICES = 1 << 19, 128  # characters whose tokens are counted, in so many parts of a longer text
 
@@ -117,16 +118,20 @@ def spread(windows: Int64[Tensor, "w t"], num_samples: int, *, of: str | None) -
 
 def overlap(calibration: Text, evaluation: Text) -> float:
     """The fraction of the evaluation text's 13-grams of words that also occur in the calibration text."""
-    runs = list(_shingles(evaluation.text))
-    shared = set(runs).intersection(_shingles(calibration.text))
-    return sum(run in shared for run in runs) / len(runs)
+    runs = _shingles(evaluation.text)
+    return int(np.isin(runs, _shingles(calibration.text)).sum()) / len(runs)
 
 
-def _shingles(text: str) -> Iterator[int]:
-    """A hash for every run of 13 words; a shorter text is one run."""
-    words = text.split()
-    for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
-        yield hash(tuple(words[start : start + SHINGLE_WORDS]))
+def _shingles(text: str) -> Int64[np.ndarray, " r"]:
+    """A hash for every run of 13 words; a shorter text is one run.
+
+    A polynomial of the words' hashes, modulo 2^64: different runs have the same one as rarely as in any hash of 64 bits.
+    """
+    words = np.fromiter(map(hash, text.split()), np.int64)
+    runs = np.ones(max(1, len(words) - SHINGLE_WORDS + 1), np.int64)
+    for place in range(min(SHINGLE_WORDS, len(words))):
+        runs = runs * HASH_FACTOR + words[place : place + len(runs)]
+    return runs
 
 
 def sample_self(

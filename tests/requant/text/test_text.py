@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,25 @@ def test_no_whole_window_says_found_and_needed(tokenizer):
         token_windows(text_of("too short"), tokenizer, num_samples=4, seq_len=512)
     with pytest.raises(TextError, match="no token to predict"):
         token_windows(text_of(PROSE), tokenizer, num_samples=4, seq_len=1)
+
+
+@pytest.mark.parametrize("words", [2, 12, 13, 14, 400])
+def test_overlap_is_that_of_sets_of_runs(words: int) -> None:
+    """As defined, with the runs themselves in place of their hashes; few different words, so that runs come again."""
+    draw = random.Random(words)
+    parts = [[draw.choice("abc") for _ in range(count)] for count in (words, 200, 13, 12)]
+
+    def runs_of(text: list[str]) -> list[tuple[str, ...]]:
+        return [tuple(text[start : start + 13]) for start in range(max(1, len(text) - 12))]
+
+    for calibration in (parts[0], parts[0][1:], parts[1], parts[0] + parts[1], parts[2][::-1] + parts[0]):
+        for evaluation in (parts[0] + parts[3], *parts):
+            there = set(runs_of(calibration))
+            expected = sum(run in there for run in runs_of(evaluation)) / len(runs_of(evaluation))
+            found = overlap(
+                *(Text.from_documents("t", [" ".join(each)]) for each in (calibration, evaluation))
+            )
+            assert found == expected
 
 
 def test_overlap_is_the_share_of_shared_runs():
