@@ -36,13 +36,14 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.finetune.divergence import hidden_error, kl
-from requant.finetune.divided import Part, gradient_of, sum_over_ranks
+from requant.finetune.divided import Part, sum_over_ranks
 from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import (
     MicroBatch,
     ReparametrizedWeight,
     TrainableTensor,
+    gradient_of,
     restore_state,
     state_of,
 )

@@ -53,13 +53,6 @@ def started_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
     return torch.no_grad()(finish)
 
 
-def gradient_of(tensor: Tensor) -> Tensor:
-    """The tensor's gradient, zero where this rank had no window in the step."""
-    if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor)
-    return tensor.grad
-
-
 def in_parts(tensors: Sequence[Tensor], count: int) -> list[slice]:
     """Consecutive ones in at most `count` parts, of about as many elements each."""
     whole, edges, done = sum(tensor.numel() for tensor in tensors), [0], 0

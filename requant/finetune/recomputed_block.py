@@ -20,9 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from requant.errors import is_out_of_memory
-from requant.finetune.divided import Part, gradient_of
+from requant.finetune.divided import Part
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
-from requant.finetune.step import ReparametrizedWeight
+from requant.finetune.step import ReparametrizedWeight, gradient_of
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 
 T = TypeVar("T")

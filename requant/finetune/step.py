@@ -2,8 +2,8 @@
 
     for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
     gradients of trainables += (d derived / d trainables)' times gradients of derived
-    gradients of trainables are summed over ranks, where the run has several processes, in buckets: one while others are
-        computed by the backward pass, if it is a graph, or are updated (`gradient_buckets.py`)
+    gradients of trainables are summed over ranks, where the run has several processes (`divided.py`), in parts: while
+        one is updated the next are summed
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
@@ -12,11 +12,11 @@ model's own parameter, and its gradient is propagated back through the function 
 micro-batches. So the model consists of plain modules, which a compiler can fuse.
 
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
-few eager steps, which initialize libraries and the optimizer's state, graphs are captured: the gradients of a micro-batch
-of each shape, the chain rule, the update of each bucket, and the derived weights. From then on gradients and learning rates
-stay at fixed addresses, and a step copies its inputs and replays the graphs. The sums over ranks are in no graph. Tensors on
-a CPU or on several GPUs, and models that cannot be captured, stay eager. If memory runs out, micro-batches are halved once,
-and the log says so.
+few eager steps, which initialize libraries and the optimizer's state, three graphs are captured: the gradients of a
+micro-batch of each shape, the chain rule, and the update. From then on gradients and learning rates stay at fixed
+addresses, and a step copies its inputs and replays the graphs. The sums over ranks come before the updates and are in no
+graph. Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager. If memory runs out,
+micro-batches are halved once, and the log says so.
 """
 
 import logging
@@ -31,15 +31,14 @@ from torch import Tensor
 
 from requant import ranks
 from requant.errors import is_out_of_memory
-from requant.finetune.divided import in_parts
-from requant.finetune.gradient_buckets import BucketEvents, GradientBuckets
+from requant.finetune.divided import in_parts, started_sum
 from requant.models.hosted import HostedMatrix
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
 OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
 EAGER_STEPS = 3  # before the capture
-BUCKETS = 8  # of several ranks, of about as many elements each
+PARTS = 8  # of the tensors, of several ranks: one is updated while the next are summed
 logger = logging.getLogger(__name__)
 
 
@@ -83,24 +82,6 @@ class ReparametrizedWeight:
             value.backward(self.parameter.grad.to(value.dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapturedGradients:
-    """Of a micro-batch of one shape."""
-
-    graph: torch.cuda.CUDAGraph
-    static_inputs: MicroBatch
-    events: BucketEvents
-
-
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """What follows on the gradients of all micro-batches, as calls or as graphs."""
-
-    chain_rule: Callable[[], None]
-    of_buckets: Sequence[Callable[[], None]]
-    derived: Callable[[], None]
-
-
 def adam(groups: list[dict[str, Any]], captures: bool) -> torch.optim.Adam:
     """Adam (0.9, 0.95)."""
     return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=captures or None, capturable=captures)
@@ -132,11 +113,11 @@ class TrainingStep:
             {"params": [tensor], "lr": self.lrs[i] if self.captures else lr}
             for i, (tensor, lr) in enumerate(zip(self.tensors, full_lrs, strict=True))
         ]
-        self.parts = in_parts(self.tensors, BUCKETS if ranks.world_size() > 1 else 1)
-        self.buckets = GradientBuckets([self.tensors[part] for part in self.parts])
+        self.parts = in_parts(self.tensors, PARTS if ranks.world_size() > 1 else 1)
         self.optimizers = [optimizer(groups[part], self.captures) for part in self.parts]
-        self.graphs: dict[tuple[torch.Size, ...], CapturedGradients] = {}
-        self.updates: Updates | None = None  # captured
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
+        # of the chain rule, and of the update of each part
+        self.updates: tuple[Callable[[], None], Sequence[Callable[[], None]]] | None = None
         self.steps = 0
         self.halves = False  # micro-batches, since memory ran out
         for weight in derived:
@@ -150,21 +131,20 @@ class TrainingStep:
         if self.captures and self.steps == EAGER_STEPS:
             self._capture(micro_batches)
         try:
-            events = self._add_gradients(micro_batches)
+            for micro_batch in micro_batches:
+                self._add_gradients(micro_batch)
         except (RuntimeError, MemoryError) as error:
             if self.halves or self.graphs or not is_out_of_memory(error):
                 raise
             self._halve()
-            events = self._add_gradients(_halved(micro_batches))
-        updates = self.updates or Updates(
-            chain_rule=self._chain_rule, of_buckets=self._updates(), derived=self._update_derived
-        )
-        updates.chain_rule()
-        sums = {index: self.buckets.started_sum(index, events) for index in self.buckets.order}
-        for index, finish in sums.items():
+            for micro_batch in _halved(micro_batches):
+                self._add_gradients(micro_batch)
+        chain_rule, updates = self.updates or (self._chain_rule, self._updates())
+        chain_rule()
+        sums = [self._started_sum(part) for part in self.parts]
+        for finish, update in zip(sums, updates, strict=True):
             finish()
-            updates.of_buckets[index]()
-        updates.derived()
+            update()
         self.steps += 1
 
     def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
@@ -215,34 +195,35 @@ class TrainingStep:
             "memory ran out in training: from now on half as many windows go through the model at once"
         )
 
-    def _add_gradients(self, micro_batches: Sequence[MicroBatch]) -> BucketEvents:
-        """Of all micro-batches; the events of the last, if it is a graph."""
-        events: BucketEvents = {}
-        for micro_batch in micro_batches:
-            captured = self.graphs.get(_shapes(micro_batch))
-            if captured is None:
-                self.loss(*micro_batch).backward()
-                events = {}
-                continue
-            for static_input, tensor in zip(captured.static_inputs, micro_batch, strict=True):
-                static_input.copy_(tensor)
-            captured.graph.replay()
-            events = captured.events
-        return events
+    def _add_gradients(self, micro_batch: MicroBatch) -> None:
+        captured = self.graphs.get(_shapes(micro_batch))
+        if captured is None:
+            self.loss(*micro_batch).backward()
+            return
+        graph, static_inputs = captured
+        for static_input, tensor in zip(static_inputs, micro_batch, strict=True):
+            static_input.copy_(tensor)
+        graph.replay()
 
     def _chain_rule(self) -> None:
         for weight in self.derived:
             weight.backward()
 
+    def _started_sum(self, part: slice) -> Callable[[], None]:
+        """Of the gradients of a part over ranks."""
+        if ranks.world_size() == 1:
+            return lambda: None
+        return started_sum([gradient_of(tensor) for tensor in self.tensors[part]])
+
     def _updates(self) -> list[Callable[[], None]]:
         return [partial(self._update, index) for index in range(len(self.parts))]
 
     def _update(self, index: int) -> None:
-        """Of a bucket."""
+        """Of a part; with the last the derived weights follow."""
         self.optimizers[index].step()
         self.optimizers[index].zero_grad(set_to_none=not self.captures)
-
-    def _update_derived(self) -> None:
+        if index + 1 < len(self.parts):
+            return
         for weight in self.derived:
             weight.apply()
             if self.captures and weight.parameter.grad is not None:
@@ -251,39 +232,26 @@ class TrainingStep:
                 weight.parameter.grad = None
 
     def _capture(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Capture a step, or say why not; capturing computes nothing."""
+        """Capture the gradients of each shape of micro-batch, the chain rule and the update; capturing computes nothing."""
+        pool = torch.cuda.graph_pool_handle()
         try:
-            self._capture_graphs(micro_batches)
+            for micro_batch in micro_batches:
+                if _shapes(micro_batch) in self.graphs:
+                    continue
+                graph, static_inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in micro_batch)
+                with torch.cuda.graph(graph, pool=pool):
+                    self.loss(*static_inputs).backward()
+                self.graphs[_shapes(micro_batch)] = graph, static_inputs
+            # where no weight is derived there is no chain rule, and torch warns of an empty graph
+            chain_rule = _captured(self._chain_rule, pool) if self.derived else self._chain_rule
+            updates = [_captured(update, pool) for update in self._updates()]
         except RuntimeError as error:
             self.graphs = {}
             logger.warning(
                 "a step of training cannot be captured as a CUDA graph, so it runs without: %s", error
             )
-        first = next(iter(self.graphs.values()), None)
-        self.buckets.agree_on_order(first.events if first else ())  # of a rank without graphs too
-
-    def _capture_graphs(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Of the gradients of each shape of micro-batch, the chain rule and the updates.
-
-        They share memory, in any order of replays: none leaves anything there for another.
-        """
-        pool = torch.cuda.graph_pool_handle()
-        for micro_batch in micro_batches:
-            if _shapes(micro_batch) in self.graphs:
-                continue
-            graph, static_inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in micro_batch)
-            with self.buckets.events_of_backward() as events, torch.cuda.graph(graph, pool=pool):
-                self.loss(*static_inputs).backward()
-            self.graphs[_shapes(micro_batch)] = CapturedGradients(
-                graph=graph, static_inputs=static_inputs, events=events
-            )
-        chain_rule, derived = self._chain_rule, self._update_derived
-        if self.derived:  # else there is nothing to capture, and torch warns of an empty graph
-            with self.buckets.noted_in_chain_rule():
-                chain_rule = _captured(chain_rule, pool)
-            derived = _captured(derived, pool)
-        of_buckets = [_captured(update, pool) for update in self._updates()]
-        self.updates = Updates(chain_rule=chain_rule, of_buckets=of_buckets, derived=derived)
+        else:
+            self.updates = chain_rule, updates
 
 
 def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
@@ -330,6 +298,13 @@ def restore_state(
                 held[name] = value.to(
                     "cpu" if counts_on_cpu and not value.dim() else tensor.device, copy=True
                 )
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The tensor's gradient, zero where this rank had no window in the step."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
 
 
 def _halved(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from requant.finetune.divided import gradient_of
-from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
+from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep, gradient_of
 
 from ..inference.fake_cuda_graphs import FakeGraph, install
 
@@ -151,8 +150,7 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
         return finish
 
     monkeypatch.setattr("requant.finetune.step.ranks.world_size", lambda: processes)
-    monkeypatch.setattr("requant.finetune.step.ranks.shared", lambda value, tensors: (value, tensors))
-    monkeypatch.setattr("requant.finetune.gradient_buckets.started_sum", doubled)
+    monkeypatch.setattr("requant.finetune.step.started_sum", doubled)
     found = []
     for captures in (False, True):
         trainables, parts, matrix, loss = derived_problem()
@@ -170,8 +168,7 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
                 torch.mul(step.full_lrs, 1 - index / 10, out=step.lrs)
                 monkeypatch.setattr(step, "_set_lrs", lambda _: None)
                 step([(part.roll(index, 0),) for part in parts], 1.0)
-            # micro-batches, the chain rule, the derived matrix, and updates: a bucket is a tensor here, where there are some
-            replays = [6, 3, 3] + [3] * processes
+            replays = [6, 3] + [3] * processes  # a part is a tensor here, where there are parts
             assert [graph.replays for graph in FakeGraph.made] == (replays if captures else [])
             step.close()
         found.append([leaf.detach().clone() for leaf in trainables])

@@ -92,7 +92,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
@@ -108,25 +107,6 @@ class FakeStream:
 
     def wait_stream(self, _: Any) -> None:
         pass
-
-    def wait_event(self, event: "FakeEvent") -> None:
-        event.waits_after.append(event.records)
-
-
-class FakeEvent:
-    """An external one: each replay records it."""
-
-    def __init__(self, *, external: bool) -> None:
-        assert external, "a capture does not record others"
-        self.records = 0
-        self.waits_after: list[int] = []  # for each wait, how often it had been recorded
-
-    def record(self) -> None:
-        assert Capture.current is not None
-        Capture.current.note(self.recorded)
-
-    def recorded(self) -> None:
-        self.records += 1
 
 
 def noting(launch: Callable[..., object]) -> Callable[..., None]:
