@@ -178,7 +178,6 @@ def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch
     results = json.loads((ROOT / "eval" / "results" / "speed-1b-h200.json").read_text())[run]
     took = {name: stage["took"] for name, stage in results["stages"].items()}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("requant.calibration.batches.FULL_BLOCK", 0)  # when batches had one window
     if results["gpu_memory"] is not None:
         monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 24 << 30)
     source = save_shape("1b", tmp_path)

@@ -52,7 +52,7 @@ def test_a_plan_for_several_gpus(tiny_folder, monkeypatch) -> None:
 
 def test_what_a_second_gpu_takes_off_training_is_what_was_measured(tmp_path: Path, monkeypatch) -> None:
     """Of a 1B shape on H200s; sums of gradients and updates are not halved."""
-    measured = json.loads((ROOT / "eval" / "results" / "speed-1b-h200.json").read_text())
+    measured = json.loads((ROOT / "eval" / "results" / "speed-1b-h200.json").read_text())["two_gpus"]
     one, two = (measured[run]["seconds"]["finetuning"] for run in ("run_1b", "run_1b_2_gpus"))
     source = save_shape("1b", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
