@@ -7,12 +7,14 @@ those of another model: of its own, `passes.cross_entropy` makes float32 copies 
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+import torch
 from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.models.devices import to_device
+from requant.models.devices import to_device, total_memory
+from requant.models.targets import find_blocks
 from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
@@ -23,6 +25,10 @@ COPIES_OF_LOGITS = (
 # Tokens times the square of a block's width that take a GPU, forward and back, about as long as Python: an H200 works for
 # 55 ms at 2048 tokens of a 1B shape, and waits for Python for another 25.
 FULL_BLOCK = 1.4e10
+WIDTHS_OF_A_BLOCK = (
+    14  # numbers that its graph keeps of a token, in its width: 3.7 GB for 4096 tokens of the 1B shape
+)
+MEMORY_OF_A_BATCH = 1 / 3  # of a GPU, for a batch of more windows than logits alone would allow
 
 
 def batches(
@@ -75,8 +81,7 @@ def first_batch(
 def bytes_of_logits(model: PreTrainedModel, count: int, length: int) -> int:
     """Bytes of all copies of the logits of the largest batch of `count` windows on a GPU.
 
-    Without gradients, which take less for all that there are twice as many: three copies in the model's dtype, and those of
-    a few rows.
+    Without gradients, whose logits take less for all that there may be twice as many (`collect.batch_bytes`).
     """
     if model.get_output_embeddings() is None:
         return 0
@@ -116,7 +121,7 @@ def windows_without_logits(length: int, *, gpu: bool) -> int:
 
 
 def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool, gradients: bool) -> int:
-    """On a GPU, with gradients, as many as keep it busy while Python calls a block, of at most twice as many logits."""
+    """On a GPU, with gradients, as many as keep it busy while Python calls a block, if it has room for them."""
     most = MOST_LOGITS // vocabulary_of(model)
     if not gpu:
         return max(1, min(CPU_TOKENS, most) // length)
@@ -124,5 +129,16 @@ def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool, gradient
     if not gradients:
         return windows
     width = model.get_input_embeddings().get_parameter("weight").shape[1]
-    busy = ceil(FULL_BLOCK / width**2 / length)
-    return max(windows, min(busy, min(GPU_TOKENS, 2 * most) // length))
+    busy = min(ceil(FULL_BLOCK / width**2 / length), min(GPU_TOKENS, 2 * most) // length)
+    room = MEMORY_OF_A_BATCH * total_memory(torch.device("cuda"))
+    fit = int(room / (length * bytes_of_a_token(model)))
+    return max(windows, min(busy, fit))
+
+
+def bytes_of_a_token(model: PreTrainedModel, *, recomputes: bool = False) -> int:
+    """About what a token of a batch with gradients takes of a GPU: three copies of its logits, and what the graph keeps of
+    the blocks, or of one of them and the hidden states before all, where it `recomputes` them."""
+    width = model.get_input_embeddings().get_parameter("weight").shape[1]
+    blocks = len(find_blocks(model)[1])
+    kept = WIDTHS_OF_A_BLOCK + blocks if recomputes else WIDTHS_OF_A_BLOCK * blocks
+    return next(model.parameters()).element_size() * (3 * vocabulary_of(model) + kept * width)

@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.batches import bytes_of_a_token, bytes_of_logits, tokens_at_once, vocabulary_of
 from requant.calibration.block_by_block import Descent
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics, observed_inputs
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
+from requant.calibration.passes import RECOMPUTE_ABOVE, ROWS_AT_ONCE
 from requant.calibration.stats import LinearStats
 from requant.models.targets import QuantTarget, siblings
 
@@ -101,6 +103,24 @@ def bytes_needed(targets: Sequence[QuantTarget], needs: frozenset[str]) -> Count
             seen.add(reads)
         found[target.rank] += 4 * sum(floats.get(field, 0) for field in needs)
     return found
+
+
+def batch_bytes(
+    model: PreTrainedModel, windows: tuple[int, int], needs: frozenset[str], *, by_block: bool
+) -> int:
+    """What a batch of the pass takes of a GPU beside statistics, of `windows` (count, length); nothing is sent to others.
+
+    Copies of logits: without gradients those that are compared with another model's; else three in the model's dtype, and
+    four in float32 of a few rows, with what the graph keeps of the blocks; where they are recomputed, or the pass goes
+    `by_block`, of one of them, and hidden states before the others.
+    """
+    plain = bytes_of_logits(model, *windows)
+    if not needs & GRADIENT_STATISTICS:
+        return plain
+    tokens = tokens_at_once(model, *windows, gpu=True, gradients=True)
+    rows = 4 * 4 * min(ROWS_AT_ONCE, tokens) * vocabulary_of(model)
+    recomputes = by_block or sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
+    return max(plain, rows + tokens * bytes_of_a_token(model, recomputes=recomputes))
 
 
 def working_bytes(target: QuantTarget, needs: frozenset[str]) -> int:

@@ -23,7 +23,7 @@ from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError
 from requant.finetune.compile_blocks import ask_compiler
 from requant.models.deterministic import demand_deterministic_gradients
-from requant.models.devices import pick_device, total_memory
+from requant.models.devices import limit_gpu_memory, pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
 from requant.models.in_memory import (
@@ -132,6 +132,7 @@ def prepare(
     found = _find_model(model, tokenizer, device=device, dtype=dtype)
     recipe = within_positions(found.config, recipe)
     device = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device)
+    _alike_on_all_ranks(device)
     recipe, hosted = _hosted_where_too_large(found, recipe, device=device, dtype=dtype)
     # what is wrong with a text is said before the weights are read
     calibration, evaluation = _read_texts(found.source, recipe, text)
@@ -171,6 +172,14 @@ def prepare(
         changed_config=found.changed_config,
         own_tokenizer=found.own_tokenizer,
     )
+
+
+def _alike_on_all_ranks(device: str) -> None:
+    """Take of every GPU what the smallest has: batches follow from that, and are the same on all ranks."""
+    if ranks.world_size() > 1 and torch.device(device).type == "cuda":
+        own = total_memory(torch.device(device))
+        if (least := ranks.smallest(own)) < own:
+            limit_gpu_memory(least, device)
 
 
 def _find_model(

@@ -16,8 +16,8 @@ import torch
 
 from requant import ranks
 from requant.allocation.budget import has_budget
-from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabulary_of
-from requant.calibration.collect import bytes_needed
+from requant.calibration.batches import tokens_at_once, vocabulary_of
+from requant.calibration.collect import batch_bytes, bytes_needed
 from requant.calibration.exchange import exchanged_bytes
 from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
@@ -66,12 +66,14 @@ def statistics_room(
     if recipe.calibration.inputs == "corrected":
         model *= 2
     needs = find_method(recipe.method).needs
-    batch = bytes_of_logits(prepared.model, *prepared.windows.shape)
+    count, length = prepared.windows.shape
     if device == "cpu":
         batch = _backward_bytes(prepared)
+    else:
+        batch = batch_bytes(prepared.model, (count, length), needs, by_block=prepared.hosted)
     if ranks.count_owners(prepared.targets) > 1:
         gpu = device != "cpu"
-        tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=gpu, gradients=True)
+        tokens = tokens_at_once(prepared.model, count, length, gpu=gpu, gradients=True)
         given = exchanged_bytes(
             prepared.model, prepared.targets, tokens, needs, kind=device, by_block=prepared.hosted
         )

@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import progress, ranks
-from requant.calibration.batches import bytes_of_logits, own_chunks, tokens_at_once
+from requant.calibration.batches import own_chunks, tokens_at_once
 from requant.calibration.block_by_block import Descent
 from requant.calibration.collect import (
     GRADIENT_STATISTICS,
     INPUT_STATISTICS,
+    batch_bytes,
     bytes_needed,
     collect,
     working_bytes,
@@ -346,10 +347,13 @@ def chunks_that_fit(
     free = ranks.smallest(free_memory(targets[0].device))
     beside = max(working_bytes(target, needs) for target in targets)
     kind = targets[0].device.type
-    batch = bytes_of_logits(run.model, *run.windows.shape) if kind == "cuda" else 0
+    hosted = hosted_blocks(run.model) is not None
+    count, length = run.windows.shape
+    batch = 0
+    if kind == "cuda":
+        batch = batch_bytes(run.model, (count, length), needs, by_block=hosted)
     if ranks.world_size() > 1:
-        tokens = tokens_at_once(run.model, *run.windows.shape, gpu=kind == "cuda", gradients=True)
-        hosted = hosted_blocks(run.model) is not None
+        tokens = tokens_at_once(run.model, count, length, gpu=kind == "cuda", gradients=True)
         given = exchanged_bytes(run.model, targets, tokens, needs, kind=kind, by_block=hosted)
         batch = max(batch, given)  # it is sent when the logits are gone
     beside = max(beside, batch)
