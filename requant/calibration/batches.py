@@ -19,15 +19,13 @@ from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
 GPU_TOKENS, CPU_TOKENS = 8192, 2048  # of a batch, at most
-COPIES_OF_LOGITS = (
-    6  # in float32, of a batch without gradients: two models', their logarithms, and what compares them
-)
+# in float32, of a batch without gradients: two models', their logarithms, and what compares them
+COPIES_OF_LOGITS = 6
 # Tokens times the square of a block's width that take a GPU, forward and back, about as long as Python: an H200 works for
 # 55 ms at 2048 tokens of a 1B shape, and waits for Python for another 25.
 FULL_BLOCK = 1.4e10
-WIDTHS_OF_A_BLOCK = (
-    14  # numbers that its graph keeps of a token, in its width: 3.7 GB for 4096 tokens of the 1B shape
-)
+# numbers that a block's graph keeps of a token, over its width: 3.7 GB for 4096 tokens of the 1B shape
+WIDTHS_OF_A_BLOCK = 14
 MEMORY_OF_A_BATCH = 1 / 3  # of a GPU, for a batch of more windows than logits alone would allow
 
 

@@ -11,6 +11,7 @@ from requant.finetune.memory import training_bytes
 from requant.pipeline.memory import _training_memory
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
+from requant.pipeline.prepare import _alike_on_all_ranks
 from requant.pipeline.rates import DECODE_SECONDS
 from requant.pipeline.schedule import expected_stages
 from requant.quantizers.table_trellis import TRELLIS
@@ -108,3 +109,17 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     ]
     assert max(phases) == phases[fullest] > min(phases)
     assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
+
+
+@pytest.mark.parametrize("own", [80, 24])
+def test_all_ranks_take_what_the_smallest_gpu_has(monkeypatch, own: int) -> None:
+    limits: list[tuple[int, str]] = []
+    monkeypatch.setattr("requant.pipeline.prepare.total_memory", lambda _device: own)
+    monkeypatch.setattr("requant.pipeline.prepare.limit_gpu_memory", lambda *limit: limits.append(limit))
+    _alike_on_all_ranks("cuda:1")  # alone
+    monkeypatch.setattr("requant.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("requant.ranks.smallest", lambda number: min(number, 24))
+    _alike_on_all_ranks("cpu")
+    assert not limits
+    _alike_on_all_ranks("cuda:1")
+    assert limits == ([(24, "cuda:1")] if own > 24 else [])
