@@ -136,18 +136,17 @@ class _Costs:
         again = self.parameters >= RECOMPUTE_ABOVE
         back = 1 + of_weights + again
         forth, gradients = LAUNCH_SECONDS
-        count, length = self.prepared.windows.shape
-        batch = tokens_at_once(self.prepared.model, count, length, gpu=True, gradients=True)
-        launching = self._blocks_of_batches(tokens, batch) * (forth + share * (gradients + again * forth))
+        calls = self._blocks_of_batches(tokens, gradients=True)
+        launching = calls * (forth + share * (gradients + again * forth))
         arithmetic = 2 * self.parameters * tokens / self.rate * (1 + back * share)
         return max(arithmetic, launching) + 2 * self.brought
 
-    def _blocks_of_batches(self, tokens: int, batch: int | None = None) -> float:
+    def _blocks_of_batches(self, tokens: int, batch: int | None = None, *, gradients: bool = False) -> float:
         """How many times a GPU's process calls a block, for all batches; 0 on a CPU."""
         if self.device != "cuda":
             return 0.0
         count, length = self.prepared.windows.shape
-        batch = batch or tokens_at_once(self.prepared.model, count, length, gpu=True)
+        batch = batch or tokens_at_once(self.prepared.model, count, length, gpu=True, gradients=gradients)
         return tokens / batch / count_gpus(self.prepared) * self.blocks
 
     def statistics(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> float:
@@ -240,9 +239,8 @@ class _Costs:
     def rounds_leave_states(self) -> bool:
         """Whether the last training finds them: block by block they are there before the first round's codes, else after its
         training, which a single round has not."""
-        if not self.recipe.trains_in_rounds:
-            return False
-        return self.by_block or len(rounds_of(self.prepared.targets, self.recipe.finetune.rounds)) > 1
+        targets, count = self.prepared.targets, self.recipe.finetune.rounds
+        return self.recipe.trains_in_rounds and (self.by_block or len(rounds_of(targets, count)) > 1)
 
     def rounds(self) -> Iterator[Stage]:
         """Of mode `best`; the training after the last one is a stage of its own."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.shapes import config_of
 from requant.calibration import batches
 from requant.calibration.batches import bytes_of_logits, first_batch, tokens_at_once
 from requant.calibration.collect import batch_bytes
@@ -53,17 +54,8 @@ def test_with_gradients_a_narrow_model_takes_more_windows_of_at_most_twice_the_l
 
 def test_a_batch_of_1b_is_planned_as_an_h200_took_it(monkeypatch) -> None:
     """21.3 GB with the model (2.5) and statistics of twelve blocks (10.9); on 16 GB one window at once."""
-    config = LlamaConfig(
-        hidden_size=2048,
-        vocab_size=128256,
-        num_hidden_layers=16,
-        intermediate_size=8192,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config_of("1b")).to(torch.bfloat16)
     needs = frozenset({"hessian", "output_hessian"})
     for memory, tokens in ((24 << 30, 4096), (16 << 30, 2048)):
         monkeypatch.setattr("requant.models.devices._most_of_a_gpu", memory)
