@@ -34,7 +34,8 @@ from requant.pipeline.paper import global_top, iqr_outliers, requant_as_publishe
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Sensitivity
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import gather, quantize_linears
+from requant.run.quantize_linears import quantize_linears
+from requant.run.statistics import gather
 
 BITS = (4, 3, 2)
 

@@ -43,8 +43,8 @@ from requant.models.targets import QuantTarget, find_blocks
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import columns_of_group, fit_grid, zero_points_as_floats
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import gather
 from requant.run.rounds import rounds_of
+from requant.run.statistics import gather
 
 
 @dataclass(frozen=True, kw_only=True)

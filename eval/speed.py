@@ -61,7 +61,8 @@ from requant.recipe.options import parse_size
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import dump_recipe, to_dict
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import gather, quantize_linears
+from requant.run.quantize_linears import quantize_linears
+from requant.run.statistics import gather
 from requant.run.workspace import Workspace
 from requant.sensitivity.scores import score_weights
 

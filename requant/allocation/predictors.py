@@ -39,7 +39,8 @@ from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights, recipe_sections
-from requant.run.quantize_linears import gathered_in_chunks, quantize_linears
+from requant.run.quantize_linears import quantize_linears
+from requant.run.statistics import gathered_in_chunks
 from requant.run.workspace import digest
 from requant.sensitivity.sums import score_sums
 

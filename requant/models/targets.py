@@ -223,6 +223,35 @@ def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
     return [replace(target, rank=owner_of[target.experts or target.name]) for target in targets]
 
 
+def by_block(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
+    """The targets, one list a transformer block."""
+    blocks = dict.fromkeys(target.block for target in targets)
+    return [[target for target in targets if target.block == block] for block in blocks]
+
+
+def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
+    """The targets in the model's order; those that read the same tensor (`SIBLINGS`) form one list.
+
+    Experts of a layer run side by side, so all of their gates and ups form one list, and then all of their downs.
+    """
+    groups: dict[tuple[str, ...], list[QuantTarget]] = {}
+    last: tuple[QuantTarget, tuple[str, ...]] | None = None
+    for target in targets:
+        if target.experts is not None:
+            key = (target.experts, *siblings(target.kind))
+        elif last is not None and last[0].block == target.block and _siblings(last[0].kind, target.kind):
+            key = last[1]
+        else:
+            key = (target.name,)
+        groups.setdefault(key, []).append(target)
+        last = target, key
+    return list(groups.values())
+
+
+def _siblings(kind: str, other: str) -> bool:
+    return any({kind, other} <= set(kinds) for kinds in SIBLINGS)
+
+
 def _linear_types() -> tuple[type, ...]:
     from transformers.pytorch_utils import Conv1D
 

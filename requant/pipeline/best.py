@@ -42,16 +42,10 @@ from requant.formats.quantized_weight import QuantizedWeight, trainable_params, 
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import (
-    chunks_that_fit,
-    compile_ahead,
-    gather,
-    make_codes,
-    quantize_linears,
-    release,
-)
+from requant.run.quantize_linears import compile_ahead, make_codes, quantize_linears
 from requant.run.rounds import round_name, rounds_of
 from requant.run.stage_cache import load_stage, load_weights, save_stage, stage_key
+from requant.run.statistics import chunks_that_fit, gather, release
 from requant.run.workspace import digest
 
 

@@ -18,10 +18,9 @@ from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
 from requant.models.hosted import hosted_blocks
-from requant.models.targets import QuantTarget
+from requant.models.targets import QuantTarget, by_block
 from requant.progress import tracked
 from requant.run.context import RunContext, Weights, loss
-from requant.run.quantize_linears import by_block
 from requant.sensitivity.path import Scores, signed_sum
 from requant.sensitivity.pqi import pqi_of_finetuned_params
 from requant.sensitivity.scores import score_weights

@@ -23,10 +23,9 @@ from requant.finetune.final import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
 from requant.models.prequantized import stored_float_dtypes
-from requant.models.targets import QuantTarget
+from requant.models.targets import QuantTarget, by_block
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
-from requant.run.quantize_linears import by_block
 from requant.text.sources import SELF
 
 logger = logging.getLogger(__name__)

@@ -46,8 +46,9 @@ from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Weights
-from requant.run.quantize_linears import quantize_linears, share_statistics
+from requant.run.quantize_linears import quantize_linears
 from requant.run.stage_cache import load_stage, save_stage
+from requant.run.statistics import share_statistics
 from requant.run.workspace import Workspace, digest
 
 

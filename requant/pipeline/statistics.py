@@ -1,7 +1,7 @@
 """How a run will collect its statistics, from shapes: what they may take of the memory, and in how many passes.
 
 A pass over the text collects the statistics of as many whole blocks as fit half of the memory that is free beside the model,
-leaving room for a batch of the pass, and then for the work on a matrix (`run/quantize_linears.py`). It goes back no further
+leaving room for a batch of the pass, and then for the work on a matrix (`run/statistics.py`). It goes back no further
 than to the first of its blocks:
 
     operations = forward + share (recomputed forward + backward),    share = blocks from that one on / all blocks
@@ -17,12 +17,11 @@ import torch
 from requant import ranks
 from requant.allocation.budget import has_budget
 from requant.calibration.batches import tokens_at_once, vocabulary_of
-from requant.calibration.collect import batch_bytes, bytes_needed
-from requant.calibration.exchange import exchanged_bytes
+from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.models.devices import total_memory
-from requant.models.targets import QuantTarget, find_blocks
+from requant.models.targets import QuantTarget, by_block, find_blocks
 from requant.pipeline.hosting import (
     block_statistics,
     largest_block,
@@ -34,8 +33,8 @@ from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import Prepared
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
-from requant.run.quantize_linears import by_block, in_chunks, statistics_budget
 from requant.run.rounds import rounds_of
+from requant.run.statistics import in_chunks, pass_bytes, statistics_budget
 
 HEAP_FACTOR = (
     1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
@@ -66,18 +65,17 @@ def statistics_room(
     if recipe.calibration.inputs == "corrected":
         model *= 2
     needs = find_method(recipe.method).needs
-    count, length = prepared.windows.shape
+    batch = pass_bytes(
+        prepared.model,
+        prepared.targets,
+        prepared.windows,
+        needs,
+        kind=device,
+        by_block=prepared.hosted,
+        several=ranks.count_owners(prepared.targets) > 1,
+    )
     if device == "cpu":
-        batch = _backward_bytes(prepared)
-    else:
-        batch = batch_bytes(prepared.model, (count, length), needs, by_block=prepared.hosted)
-    if ranks.count_owners(prepared.targets) > 1:
-        gpu = device != "cpu"
-        tokens = tokens_at_once(prepared.model, count, length, gpu=gpu, gradients=True)
-        given = exchanged_bytes(
-            prepared.model, prepared.targets, tokens, needs, kind=device, by_block=prepared.hosted
-        )
-        batch = max(batch, given)  # it is sent when the logits are gone
+        batch = max(batch, _backward_bytes(prepared))
     work = work_bytes(prepared.targets, needs)
     free = total_memory(torch.device(device)) - model - coded
     budget = statistics_budget(free, work if device == "cpu" else max(work, batch))

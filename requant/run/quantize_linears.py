@@ -1,17 +1,16 @@
-"""The loop over all matrices of a run: collect statistics, quantize, save to the workspace.
+"""The loop over all matrices of a run: statistics, codes, and each matrix saved to the workspace.
 
-    parallel      statistics of all matrices are taken in the original model
+    parallel      statistics of all matrices are taken in the original model (`statistics.py`)
     sequential    statistics of a matrix's inputs are taken with every earlier matrix quantized (`calibration.inputs`),
                   block by block or input by input
 
-One pass collects the statistics of as many matrices as memory allows. A resumed run that still lacks some matrices collects
-their statistics again. With several processes (`ranks.py`) each quantizes the matrices that it owns.
+A resumed run that still lacks some matrices collects their statistics again. With several processes (`ranks.py`) each
+quantizes the matrices that it owns.
 """
 
 import copy
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from jaxtyping import Bool
@@ -19,32 +18,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import progress, ranks
-from requant.calibration.batches import own_chunks, tokens_at_once
-from requant.calibration.block_by_block import Descent
-from requant.calibration.collect import (
-    GRADIENT_STATISTICS,
-    INPUT_STATISTICS,
-    batch_bytes,
-    bytes_needed,
-    collect,
-    working_bytes,
-)
-from requant.calibration.exchange import exchanged_bytes
+from requant.calibration.collect import INPUT_STATISTICS, collect, working_bytes
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
-from requant.models.devices import free_memory
-from requant.models.hosted import hosted_blocks
-from requant.models.targets import SIBLINGS, QuantTarget, siblings
+from requant.models.targets import QuantTarget, by_block, by_input
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.side_by_side import quantized
 from requant.run.stage_cache import load_weights, save_weight
+from requant.run.statistics import TargetsWithStatistics, chunks_that_fit, gather, gathered_in_chunks, release
 from requant.run.workspace import digest
-
-USABLE = 0.9  # of free memory; between tensors there are gaps
-TargetsWithStatistics = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]]]
 
 
 def quantize_linears(
@@ -64,9 +49,13 @@ def quantize_linears(
     pending = [target for target in run.targets if target.name not in done]
     compile_ahead(run, pending, wait=False)
     own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
-    calibrate = sequential_calibration if sequential else parallel_calibration
+    calibrated = (
+        sequential_calibration(run, pending, method.needs, done)
+        if sequential
+        else gathered_in_chunks(run, pending, method.needs)
+    )
     with progress.counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
-        for members, statistics in calibrate(run, pending, method.needs, done):
+        for members, statistics in calibrated:
 
             def quantize(
                 target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
@@ -123,37 +112,6 @@ def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
             else unpack(PackedSpec.from_json(target.name, spec), tensors, device=target.codes_device)
         )
     return found
-
-
-def parallel_calibration(
-    run: RunContext, pending: Sequence[QuantTarget], needs: frozenset[str], _done: Weights
-) -> TargetsWithStatistics:
-    """Targets with their statistics in the original model."""
-    yield from gathered_in_chunks(run, pending, needs)
-
-
-def gathered_in_chunks(
-    run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
-) -> TargetsWithStatistics:
-    """Targets with their statistics in the original model, as many together as memory allows.
-
-    Of a hosted model all chunks together take one pass, which goes on where it stopped; with gradients the last blocks come
-    first. Where the host has no room for that, and of any other model, every chunk takes a pass of its own.
-    """
-    chunks = chunks_that_fit(run, targets, needs)
-    descent = cache = None
-    if hosted_blocks(run.model) is not None and len(chunks) > 1:
-        if not needs & GRADIENT_STATISTICS:
-            cache = HiddenStateCache(run.model, run.windows)
-        else:
-            stops = [chunk[0].block for chunk in chunks]
-            descent = Descent.with_stops(run.model, own_chunks(run.windows, run.model, gradients=True), stops)
-            if descent is not None:
-                chunks.reverse()
-    for chunk in chunks:
-        statistics = gather(run, chunk, needs, cache=cache, descent=descent)
-        yield chunk, statistics
-        release(run, statistics)
 
 
 def sequential_calibration(
@@ -240,138 +198,3 @@ def _keys(
         )
         chain = keys[target.name] if sequential else ""
     return keys
-
-
-def gather(
-    run: RunContext,
-    chunk: Sequence[QuantTarget],
-    needs: frozenset[str],
-    *,
-    cache: HiddenStateCache | None = None,
-    descent: Descent | None = None,
-) -> dict[str, LinearStats]:
-    """Statistics of `chunk` in the original model; kept in the run for the next quantization if it is the whole model."""
-    if not needs:
-        return {target.name: LinearStats() for target in chunk}
-    if _gathered(run, chunk, needs):
-        return run.statistics
-    with run.stage("statistics"):
-        run.apply_original_weights()
-        label = run.label("statistics")
-        all_experts = run.recipe.calibration.all_experts
-        gathered = collect(
-            run.model,
-            run.windows,
-            chunk,
-            needs=needs,
-            cache=cache,
-            descent=descent,
-            all_experts=all_experts,
-            label=label,
-        )
-    if len(chunk) == len(run.targets):
-        run.statistics.update(gathered)
-    return gathered
-
-
-def release(run: RunContext, statistics: dict[str, LinearStats]) -> None:
-    """Empty a chunk's mapping before the next chunk is collected, whoever still holds it; what the run keeps stays.
-
-    A chunk takes half of the free memory: two of them, and the activations of a pass, do not fit.
-    """
-    if statistics is not run.statistics:
-        statistics.clear()
-
-
-def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
-    """Take the original model's statistics from `shared`, or collect them all and put them there, if memory has room."""
-    method = find_method(run.recipe.method)
-    needs = method.needs | method.predictor_needs
-    if not shared and len(chunks_that_fit(run, run.targets, needs)) == 1:
-        shared.update(gather(run, run.targets, needs))
-    run.statistics.update(shared)
-
-
-def _gathered(run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]) -> bool:
-    """Whether the run holds these statistics of all targets already."""
-    held = [run.statistics.get(target.name) for target in ranks.owned(targets)]
-    return ranks.all_agree(
-        all(stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in held)
-    )
-
-
-def by_block(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """The targets, one list a transformer block."""
-    blocks = dict.fromkeys(target.block for target in targets)
-    return [[target for target in targets if target.block == block] for block in blocks]
-
-
-def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """The targets in the model's order; those that read the same tensor (`models.targets.SIBLINGS`) form one list.
-
-    Experts of a layer run side by side, so all of their gates and ups form one list, and then all of their downs.
-    """
-    groups: dict[tuple[str, ...], list[QuantTarget]] = {}
-    last: tuple[QuantTarget, tuple[str, ...]] | None = None
-    for target in targets:
-        if target.experts is not None:
-            key = (target.experts, *siblings(target.kind))
-        elif last is not None and last[0].block == target.block and _siblings(last[0].kind, target.kind):
-            key = last[1]
-        else:
-            key = (target.name,)
-        groups.setdefault(key, []).append(target)
-        last = target, key
-    return list(groups.values())
-
-
-def _siblings(kind: str, other: str) -> bool:
-    return any({kind, other} <= set(kinds) for kinds in SIBLINGS)
-
-
-def statistics_budget(free: int, beside: int) -> float:
-    """Of the `free` bytes of a device those that statistics may take at once, where `beside` them that much is needed."""
-    return min(free / 2, USABLE * free - beside)
-
-
-def chunks_that_fit(
-    run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
-) -> list[list[QuantTarget]]:
-    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank.
-
-    They leave room on a GPU for a batch of the pass that collects them, with what goes to other ranks, then for the work on
-    a matrix.
-    """
-    if not targets or _gathered(run, targets, needs):
-        return [list(targets)] if targets else []
-    free = ranks.smallest(free_memory(targets[0].device))
-    beside = max(working_bytes(target, needs) for target in targets)
-    kind = targets[0].device.type
-    hosted = hosted_blocks(run.model) is not None
-    count, length = run.windows.shape
-    batch = 0
-    if kind == "cuda":
-        batch = batch_bytes(run.model, (count, length), needs, by_block=hosted)
-    if ranks.world_size() > 1:
-        tokens = tokens_at_once(run.model, count, length, gpu=kind == "cuda", gradients=True)
-        given = exchanged_bytes(run.model, targets, tokens, needs, kind=kind, by_block=hosted)
-        batch = max(batch, given)  # it is sent when the logits are gone
-    beside = max(beside, batch)
-    return in_chunks(targets, needs, statistics_budget(free, beside))
-
-
-def in_chunks(
-    targets: Sequence[QuantTarget], needs: frozenset[str], budget: float
-) -> list[list[QuantTarget]]:
-    """The targets in chunks of whole blocks, as many as have statistics of at most `budget` bytes on every rank; one at
-    least."""
-    chunks: list[list[QuantTarget]] = [[]]
-    used: Counter[int] = Counter()  # rank -> bytes
-    for members in by_block(targets):
-        sizes = bytes_needed(members, needs)
-        if chunks[-1] and max((used + sizes).values(), default=0) > budget:
-            chunks.append([])
-            used.clear()
-        chunks[-1].extend(members)
-        used += sizes
-    return chunks

@@ -13,7 +13,7 @@ from requant.calibration.gram import add_gram
 from requant.calibration.hessian import InputStatistics, _Accumulator
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
-from requant.run.quantize_linears import in_chunks
+from requant.run.statistics import in_chunks
 
 FIELDS = ("hessian", "output_hessian", "input_mean_abs", "fisher")
 

@@ -20,8 +20,9 @@ from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
-from requant.run.quantize_linears import gather, quantize_linears
+from requant.run.quantize_linears import quantize_linears
 from requant.run.rounds import rounds_of
+from requant.run.statistics import gather
 from requant.run.workspace import Workspace
 
 

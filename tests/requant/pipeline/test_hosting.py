@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
 ) -> None:
     """Also where the statistics of a block fill the device, and so come in several parts."""
     if chunk == "block":
-        monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda _device: 1)
+        monkeypatch.setattr("requant.run.statistics.free_memory", lambda _device: 1)
     recipe, source, found = recipe_of(method, **changes), str(tiny_folder(name)), []
     for on in (False, True):
         hosted(on)
@@ -296,11 +296,11 @@ def test_every_process_has_its_own_codes_and_floats_of_fp8_in_a_plan(
 
 HOSTED_COMMAND = """
 import requant.pipeline.prepare as prepare
-import requant.run.quantize_linears as quantize_linears
+import requant.run.statistics as statistics
 from requant.cli import main
 
 prepare.stays_on_host = lambda *_, **__: True
-quantize_linears.free_memory = lambda _device: 1  # a part a block
+statistics.free_memory = lambda _device: 1  # a part a block
 main()
 """
 

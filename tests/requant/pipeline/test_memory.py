@@ -9,13 +9,13 @@ import pytest
 
 from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
+from requant.models.targets import by_block
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.pipeline.statistics import most_statistics
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Finetune, Recipe
-from requant.run.quantize_linears import by_block
 
 from .plans import recipe_of
 

@@ -22,7 +22,7 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Sensitivity
 from requant.recipe.yaml_files import dump_recipe, load_recipe
 from requant.report.summary import result_numbers, result_rows
-from requant.run.quantize_linears import chunks_that_fit
+from requant.run.statistics import chunks_that_fit
 from requant.run.workspace import Workspace
 
 from .recipes import RECIPE, changed
@@ -171,7 +171,7 @@ def test_a_skipped_matrix_stays_as_it_is(run, tmp_path: Path) -> None:
 
 def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypatch) -> None:
     whole = requant.save(run(), tmp_path / "whole")
-    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)  # a chunk a block
+    monkeypatch.setattr("requant.run.statistics.free_memory", lambda device: 1)  # a chunk a block
     result = run()
     assert sha256(requant.save(result, tmp_path / "parts")) == sha256(whole)
 
@@ -192,7 +192,7 @@ def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypat
 )
 def test_one_chunk_of_statistics_at_a_time(run, monkeypatch, chosen: dict) -> None:
     """While a chunk is collected, at most one matrix of the last one is held, that of the loop which asks for the next."""
-    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)  # a chunk a block
+    monkeypatch.setattr("requant.run.statistics.free_memory", lambda device: 1)  # a chunk a block
     collected: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
 
@@ -203,7 +203,7 @@ def test_one_chunk_of_statistics_at_a_time(run, monkeypatch, chosen: dict) -> No
         collected.extend(weakref.ref(each) for each in hessians.values())
         return found
 
-    for module in ("requant.run.quantize_linears", "requant.pipeline.best"):
+    for module in ("requant.run.statistics", "requant.run.quantize_linears", "requant.pipeline.best"):
         monkeypatch.setattr(f"{module}.collect", watched)
     run(changed(**chosen))
     assert len(held) > 1 and max(held) <= 1
@@ -217,16 +217,16 @@ def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
     context = start(prepared, RECIPE, workspace=Workspace(None), quiet=True)
     needs = frozenset({"fisher"})
     assert [len(chunk) for chunk in chunks_that_fit(context, prepared.targets, needs)] == [14]
-    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)
+    monkeypatch.setattr("requant.run.statistics.free_memory", lambda device: 1)
     assert [{s.block for s in chunk} for chunk in chunks_that_fit(context, prepared.targets, needs)] == [
         {0},
         {1},
     ]
     assert chunks_that_fit(context, [], needs) == []
     together = bytes_needed(prepared.targets, needs).total()
-    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 2 * together)
+    monkeypatch.setattr("requant.run.statistics.free_memory", lambda device: 2 * together)
     for beside, chunks in ((together // 2, 1), (together, 2)):  # what one matrix is quantized in
-        monkeypatch.setattr("requant.run.quantize_linears.working_bytes", lambda *_, beside=beside: beside)
+        monkeypatch.setattr("requant.run.statistics.working_bytes", lambda *_, beside=beside: beside)
         assert len(chunks_that_fit(context, prepared.targets, needs)) == chunks
 
 

@@ -19,13 +19,11 @@ TINY = {"method": "gptq", "mode": "dense", "num_samples": 2, "seq_len": 32}
 def test_a_sweep_is_single_runs_with_shared_statistics(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from requant.run import quantize_linears
+    from requant.run import statistics
 
     passes: list[int] = []
-    collect = quantize_linears.collect
-    monkeypatch.setattr(
-        quantize_linears, "collect", lambda *args, **kw: passes.append(1) or collect(*args, **kw)
-    )
+    collect = statistics.collect
+    monkeypatch.setattr(statistics, "collect", lambda *args, **kw: passes.append(1) or collect(*args, **kw))
     folder, options = str(tiny_folder("llama")), {**TINY, "calibration": str(tiny_text_file)}
     found = sweep(folder, [4, 3], tmp_path / "out", **options)
     assert len(passes) == 1
