@@ -1,8 +1,9 @@
 """What a format is: a container of codes, and the packed spec that describes how the container is stored.
 
-A new format is one file with two classes that have these methods, and one line in `registry.py`. No other code asks which
-format a matrix has, except whether it is made of `bands`, which are taken apart where codes are multiplied, looked up or
-counted. `tests/requant/formats/test_contract.py` holds every registered format to the contract.
+A new format is one file with two classes that have these methods, and one line in `registry.py`. Other code asks which
+format a matrix has only where a format is special: `bands` are taken apart where codes are multiplied, looked up or counted;
+trellis codes bring rotations of the input and the output, which kernels fuse and vLLM's shards have to divide; exporters
+write grids alone. `tests/requant/formats/test_contract.py` holds every registered format to the contract.
 
 Names of stored tensors are suffixes: tensor `codes` of matrix `model.layers.0.mlp.up_proj` is
 `model.layers.0.mlp.up_proj.codes`.

@@ -105,7 +105,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ("quantizer: 3", r"r.yaml: quantizer is 3; it takes keys with their values, like {key: value}"),
         (
             "method: kmean",
-            r"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: rtn, hqq, kmeans",
+            rf"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: {', '.join(METHODS)}, and",
         ),
         ("method: [rtn]", r"method '\['rtn'\]' is unknown"),
         ("mode: papers", r"r.yaml: mode is 'papers' \(did you mean 'paper'\?\); it takes one of: "),
