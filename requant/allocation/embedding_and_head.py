@@ -25,14 +25,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant import ranks
 from requant.calibration.passes import backward_pass, rows_at_once, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
 from requant.formats.hadamard import TILE
-from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, pack, slice_rows, unpack
+from requant.formats.quantized_weight import QuantizedWeight, slice_rows
 from requant.models.deterministic import deterministic
 from requant.models.row_scale import row_scale
 from requant.models.targets import embedding_and_head_modules
@@ -43,6 +41,7 @@ from requant.quantizers.table_trellis import TRELLIS
 from requant.quantizers.tables import TableMethod
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext
+from requant.run.quantize_linears import codes_of_rank
 from requant.run.stage_cache import load_weight, save_weight
 from requant.run.workspace import digest
 
@@ -296,18 +295,10 @@ def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
             curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
             with run.stage("quantize"):
                 own = method.quantize(trained.to(device), curvature, bits[role])
-                found = _of_rank_zero(own, part.name, device)
+                # those of each rank may differ where two choices are nearly equal
+                found = codes_of_rank(0, own, name=part.name, device=device)
             save_weight(run, "embedding-and-head", key, found)
         weights[part.name] = found
     return QuantizedEmbeddingAndHead(
         embedding_and_head=embedding_and_head, weights=weights, originals=originals
     )
-
-
-def _of_rank_zero(own: QuantizedWeight, name: str, device: torch.device) -> QuantizedWeight:
-    """The codes of rank 0: of several processes each could decide otherwise where two choices are nearly equal."""
-    if ranks.world_size() == 1:
-        return own
-    spec, tensors = pack(own) if ranks.rank() == 0 else (None, {})
-    entry, tensors = ranks.shared(None if spec is None else spec.to_json(), tensors)
-    return own if ranks.rank() == 0 else unpack(PackedSpec.from_json(name, entry), tensors, device=device)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -101,17 +102,26 @@ def compile_ahead(run: RunContext, targets: Sequence[QuantTarget], *, wait: bool
 
 def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
     """The codes of all targets, on every rank, from those that each rank made of its own."""
-    found: Weights = {}
-    for target in targets:
-        packed = pack(made[target.name]) if ranks.world_size() > 1 and target.rank == ranks.rank() else None
-        spec, tensors = (None, {}) if packed is None else (packed[0].to_json(), packed[1])
-        spec, tensors = ranks.shared(spec, tensors, source=target.rank)
-        found[target.name] = (
-            made[target.name]
-            if target.rank == ranks.rank()
-            else unpack(PackedSpec.from_json(target.name, spec), tensors, device=target.codes_device)
+    return {
+        target.name: codes_of_rank(
+            target.rank, made.get(target.name), name=target.name, device=target.codes_device
         )
-    return found
+        for target in targets
+    }
+
+
+def codes_of_rank(
+    source: int, own: QuantizedWeight | None, *, name: str, device: torch.device
+) -> QuantizedWeight:
+    """The codes of one matrix that rank `source` has, on every rank; what others have of their `own` counts nothing."""
+    if ranks.rank() == source:
+        assert own is not None
+        if ranks.world_size() > 1:
+            spec, tensors = pack(own)
+            ranks.shared(spec.to_json(), tensors, source=source)
+        return own
+    entry, tensors = ranks.shared(None, {}, source=source)
+    return unpack(PackedSpec.from_json(name, entry), tensors, device=device)
 
 
 def sequential_calibration(
