@@ -15,7 +15,7 @@ A token table (`models/token_tables.py`: per-layer embeddings) is treated as ano
 and bits. It is not trained: it may have as many weights as all matrices together, and would take as much memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import backward_pass, rows_at_once, summed_loss
@@ -199,45 +200,16 @@ def embedding_and_head_curvature(
         return run.curvature
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
     run.apply_original_weights()
-    lookups = {role: part.module for role, part in embedding_and_head.parts.items() if role != "head"}
-    uses: dict[str, Curvature] = {}
-
-    def hook_of(use: str, module: nn.Module) -> Callable[..., None]:
-        weight = module.get_parameter("weight")
-        vocabulary, width = weight.shape
-        rows = torch.zeros(vocabulary, device=weight.device)
-        covariance = torch.zeros(width, width, device=weight.device)
-        uses[use] = Curvature(rows=rows, covariance=covariance)
-        scale = row_scale(module)
-
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not output.requires_grad:  # the embedding's own hook makes it so, after the others
-                output.requires_grad_()
-            x = inputs[0].detach()
-
-            def accumulate(gradient: Tensor) -> None:
-                gradients = gradient.flatten(0, -2)
-                if use == "head":
-                    for some in gradients.split(rows_at_once(gradients)):
-                        rows.add_(some.float().square().sum(0))
-                    inputs = x.flatten(0, -2).float()
-                else:
-                    rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
-                    inputs = gradients.float() if scale is None else scale(gradients.float())
-                covariance.addmm_(inputs.mT, inputs)
-
-            output.register_hook(accumulate)
-
-        return hook
-
+    sums = {
+        role: _CurvatureSums(part.module, lookup=True)
+        for role, part in embedding_and_head.parts.items()
+        if role != "head"
+    }
+    if (head := embedding_and_head.head) is not None:  # tied or not
+        sums["head"] = _CurvatureSums(head, lookup=False)
     with deterministic(run.model), ExitStack() as stack, run.stage("allocation"):
-        # before the hook that rotates the rows of a folded model
-        for role, module in lookups.items():
-            handle = module.register_forward_hook(hook_of(role, module), prepend=True)
-            stack.callback(handle.remove)
-        head = embedding_and_head.head
-        if head is not None:
-            stack.callback(head.register_forward_hook(hook_of("head", head)).remove)
+        for each in sums.values():
+            stack.callback(each.add_hook().remove)
         backward_pass(
             run.model,
             windows,
@@ -245,14 +217,47 @@ def embedding_and_head_curvature(
             label=run.label("embedding and head"),
             split=False,
         )
-    means = {
-        use: Curvature(rows=found.rows / windows.numel(), covariance=found.covariance / windows.numel())
-        for use, found in uses.items()
-    }
+    means = {use: found.mean(windows.numel()) for use, found in sums.items()}
     run.curvature.update({role: [means[role]] for role in embedding_and_head.parts})
     if embedding_and_head.tied:
         run.curvature["embedding"].append(means["head"])
     return run.curvature
+
+
+class _CurvatureSums:
+    """The sums of one `Curvature` over the tokens of a backward pass: of a module that looks rows up, or of the head."""
+
+    def __init__(self, module: nn.Module, *, lookup: bool) -> None:
+        weight = module.get_parameter("weight")
+        vocabulary, width = weight.shape
+        self.module, self.lookup = module, lookup
+        self.scale = row_scale(module)
+        self.rows = torch.zeros(vocabulary, device=weight.device)
+        self.covariance = torch.zeros(width, width, device=weight.device)
+
+    def add_hook(self) -> RemovableHandle:
+        # of a lookup before the hook that rotates the rows of a folded model
+        return self.module.register_forward_hook(self._on_output, prepend=self.lookup)
+
+    def _on_output(self, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.requires_grad:  # the embedding's own hook makes it so, after the others
+            output.requires_grad_()
+        x = inputs[0].detach()
+        output.register_hook(lambda gradient: self._accumulate(x, gradient))
+
+    def _accumulate(self, x: Tensor, gradient: Tensor) -> None:
+        gradients = gradient.flatten(0, -2)
+        if self.lookup:
+            self.rows.add_(torch.bincount(x.flatten(), minlength=len(self.rows)))
+            inputs = gradients.float() if self.scale is None else self.scale(gradients.float())
+        else:
+            for some in gradients.split(rows_at_once(gradients)):
+                self.rows.add_(some.float().square().sum(0))
+            inputs = x.flatten(0, -2).float()
+        self.covariance.addmm_(inputs.mT, inputs)
+
+    def mean(self, tokens: int) -> Curvature:
+        return Curvature(rows=self.rows / tokens, covariance=self.covariance / tokens)
 
 
 def embedding_and_head_losses(
