@@ -20,8 +20,9 @@ from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
 from requant.cli.measuring import evaluate, inspect
 from requant.cli.options import PanelledCommand, spelled_out
-from requant.cli.quantizing import quantize, sensitivity
+from requant.cli.quantizing import quantize
 from requant.cli.resuming import restored_arguments
+from requant.cli.scoring import sensitivity
 from requant.cli.server import serve
 from requant.cli.serving import bench, generate
 from requant.cli.sparsifying import sparsify

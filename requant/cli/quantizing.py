@@ -1,10 +1,10 @@
-"""`requant quantize` and `requant sensitivity`."""
+"""`requant quantize`."""
 
 import importlib
-import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from requant.cli import options as opt
 from requant.cli.common import (
@@ -18,29 +18,11 @@ from requant.cli.common import (
     table,
 )
 from requant.cli.launching import check_gpus, ran_on
-from requant.errors import RecipeError
 from requant.processes import is_first, started
 
 if TYPE_CHECKING:
+    from requant.pipeline.plan import Plan
     from requant.recipe.schema import Recipe
-
-
-class ScoreOptions(opt.CalibrationOptions, total=False):
-    """Options of `sensitivity`, which measures no quality."""
-
-    method: opt.Method
-    group_size: opt.GroupSize
-    symmetric: opt.Symmetric
-    code: opt.Code
-    skip: opt.Skip
-    modules: opt.Modules
-    nodes: Annotated[
-        str | None,
-        opt.of_recipe(
-            help="Nodes of PQI's integral: gauss2, gauss4, midpoint, simpson or plain32. [gauss2]",
-            autocompletion=opt.values("gauss2", "gauss4", "midpoint", "simpson", "plain32"),
-        ),
-    ]
 
 
 def quantize(
@@ -97,63 +79,36 @@ def quantize(
         return
     with importing():
         from requant import progress, ranks
-        from requant.models.devices import limit_gpu_memory, pick_device
-        from requant.recipe.options import output_folder, parse_size, recipe_from_options
+        from requant.models.devices import limit_gpu_memory
 
-    def accepted() -> tuple[str, "Recipe", Path, int | None]:
-        """Device, recipe, the folder to write and the limit of memory, of a command that can be carried out."""
-        log_to_stderr(verbose)
-        log_to_file(log_file if is_first() else None)
-        where = pick_device(device)
-        if not dry_run:
-            check_gpus(started(), where)
-        elif gpus is not None and device == "auto":
-            where = "cuda"  # the plan of GPUs that need not be here
-        memory = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
-        chosen = recipe_from_options(
-            recipe,
-            model=model,
-            gpu=where.startswith("cuda"),
-            bits=bits,
-            code_bits=code_bits,
-            size=size,
-            target=target,
-            **options,
-        )
-        if target is not None:
-            from requant.pipeline.readable import check_readable
+    log_to_stderr(verbose)
+    log_to_file(log_file if is_first() else None)
 
-            check_readable(chosen, target)
-        folder = (output if output is not None else output_folder(chosen)).expanduser()
+    def accepted() -> _Request:
+        where = _chosen_device(device, gpus, dry_run=dry_run)
+        given = {"bits": bits, "code_bits": code_bits, "size": size, "target": target, **options}
+        request = _request(recipe, model, given, device=where, gpu_memory=gpu_memory, output=output)
         if is_first() and not dry_run:
-            check_new_output(folder, resume=resume)
-            if push_to is not None:
-                from requant.integrations.hub import check_hub
-
-                check_hub(push_to)
-        return where, chosen, folder, memory
+            _check_destinations(request.folder, push_to, resume=resume)
+        return request
 
     by_first = accepted() if is_first() else None
-    with ranks.joined(device if by_first is None else by_first[0], meanwhile=_import_stages) as own_device:
-        _, chosen, folder, memory = by_first or accepted()
-        if memory is not None:
-            limit_gpu_memory(memory, own_device)
+    with ranks.joined(
+        device if by_first is None else by_first.device, meanwhile=_import_stages
+    ) as own_device:
+        request = by_first or accepted()
+        chosen, folder = request.recipe, request.folder
+        if request.gpu_memory is not None:
+            limit_gpu_memory(request.gpu_memory, own_device)
+        if dry_run:
+            plan = _plan(chosen, device=own_device, dtype=dtype, gpus=gpus, quiet=quiet)
+            print_plan(plan, folder, as_json=as_json)
+            return
         with importing():
-            from requant.pipeline.outline import outline
-            from requant.pipeline.plan import make_plan
-            from requant.pipeline.prepare import prepare
             from requant.pipeline.quantize import quantize
             from requant.report.save import save
             from requant.report.summary import result_numbers, result_rows
 
-        if dry_run:
-            if gpus is None:
-                prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
-            else:
-                prepared = outline(chosen.model, chosen, device=own_device, dtype=dtype, gpus=gpus)
-            plan = make_plan(prepared, prepared.recipe, device=own_device, quiet=quiet)
-            print_plan(plan, folder, as_json=as_json)
-            return
         workspace = workspace_of(folder, resume=resume, save_every=save_every)
         silent = quiet and log_file is None
         with sigterm_interrupts(), progress.display(shown=not quiet):
@@ -176,41 +131,78 @@ def quantize(
             print(f"next: {next_commands(folder, target)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a command asks for, once it has been found that a run can begin."""
+
+    recipe: "Recipe"
+    device: str
+    gpu_memory: int | None  # bytes of each GPU that the run may take; None: all
+    folder: Path  # to write
+
+
+def _request(
+    recipe: str | None,
+    model: str | None,
+    given: dict[str, Any],
+    *,
+    device: str,
+    gpu_memory: str | None,
+    output: Path | None,
+) -> _Request:
+    """The request of a recipe and the options that were `given` beside it. Raises RecipeError, InputError."""
+    with importing():
+        from requant.recipe.options import output_folder, parse_size, recipe_from_options
+
+    limit = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
+    chosen = recipe_from_options(recipe, model=model, gpu=device.startswith("cuda"), **given)
+    if given["target"] is not None:
+        from requant.pipeline.readable import check_readable
+
+        check_readable(chosen, given["target"])
+    folder = (output if output is not None else output_folder(chosen)).expanduser()
+    return _Request(recipe=chosen, device=device, gpu_memory=limit, folder=folder)
+
+
+def _chosen_device(device: str, gpus: int | None, *, dry_run: bool) -> str:
+    """Where the run will be; the GPUs of a plan need not be here. Raises InputError where those of a run are not."""
+    from requant.models.devices import pick_device
+
+    where = pick_device(device)
+    if not dry_run:
+        check_gpus(started(), where)
+    elif gpus is not None and device == "auto":
+        return "cuda"
+    return where
+
+
+def _check_destinations(folder: Path, push_to: str | None, *, resume: bool) -> None:
+    """Raise RequantError unless the folder can be written, and the hub's repository too."""
+    from requant.cli.resuming import check_new_output
+
+    check_new_output(folder, resume=resume)
+    if push_to is not None:
+        from requant.integrations.hub import check_hub
+
+        check_hub(push_to)
+
+
+def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet: bool) -> "Plan":
+    """The plan of a run here, for which the weights are read; or with `gpus`, wherever these are, from config.json alone."""
+    with importing():
+        from requant.pipeline.outline import outline
+        from requant.pipeline.plan import make_plan
+        from requant.pipeline.prepare import prepare
+
+    if gpus is None:
+        prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
+    else:
+        prepared = outline(recipe.model, recipe, device=device, dtype=dtype, gpus=gpus)
+    return make_plan(prepared, prepared.recipe, device=device, quiet=quiet)
+
+
 def _import_stages() -> None:
     """Everything that a run imports in addition to torch, which takes seconds."""
     with importing():
         for module in ("requant.pipeline.quantize", "requant.report.save"):
             importlib.import_module(module)
-
-
-def sensitivity(
-    model: opt.Model = None,
-    bits: opt.Bits = None,
-    code_bits: opt.CodeBits = None,
-    recipe: opt.RecipeName = None,
-    output: Annotated[Path, opt.of_run(help="Folder to write.")] = Path("sensitivity"),
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    as_json: opt.AsJson = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    **options: Unpack[ScoreOptions],
-) -> None:
-    """Score every weight by gradient, Hessian diagonal and PQI. Compares predicted with measured dF."""
-    from requant.checkpoint.new_folder import check_output
-
-    check_output(output)
-    if recipe is None and bits is None and code_bits is None:  # `quantize` also takes a size
-        raise RecipeError("say how many bits: --bits 1 to 8, or --code-bits, or name a --recipe.")
-    from requant.recipe.options import recipe_from_options
-
-    log_to_stderr(verbose)
-    chosen = recipe_from_options(recipe, model=model, mode="dense", bits=bits, code_bits=code_bits, **options)
-    with importing():
-        from requant.report.score import score
-
-    found = score(chosen.model, chosen, device=device, dtype=dtype, output=output, quiet=quiet)
-    rows = found.rows()
-    print(json.dumps(rows, indent=2) if as_json else table(rows))
-    if not as_json:
-        print(f"scores, table and plot: {output}")
