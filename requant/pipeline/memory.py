@@ -19,8 +19,8 @@ from requant.pipeline.hosting import (
 )
 from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import Prepared
-from requant.pipeline.schedule import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.pipeline.statistics import most_statistics, statistics_room
+from requant.pipeline.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.side_by_side import at_once

@@ -15,7 +15,7 @@ WORDS = {"--finetune-steps": "finetune_steps", "--num-samples": "num_samples", "
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("requant.pipeline.schedule.product_rate", lambda *_: 1e7)
+    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda *_: 1e7)
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from transformers import LlamaConfig
 
 from requant.formats.grid import Grid
 from requant.pipeline import quantize
+from requant.pipeline.costs import Costs
 from requant.pipeline.memory import expected_memory
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import prepare
-from requant.pipeline.schedule import _Costs, expected_stages
+from requant.pipeline.schedule import expected_stages
 from requant.pipeline.statistics import statistics_passes
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
@@ -45,7 +46,7 @@ def test_hessians_take_the_products_of_every_input_and_output_once(
     tiny_folder, monkeypatch, name: str, method: str
 ) -> None:
     """q, k and v read one input, so do gate and up; of experts those count that see a token."""
-    monkeypatch.setattr("requant.pipeline.schedule.product_rate", lambda _dtype, _device: 1.0)
+    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda _dtype, _device: 1.0)
     recipe = recipe_of(method)
     shaped = outline(str(tiny_folder(name)), recipe)
     config = shaped.model.config
@@ -58,7 +59,7 @@ def test_hessians_take_the_products_of_every_input_and_output_once(
     floats = hidden**2 + heads**2 + seen * (hidden**2 + wide**2)
     if method == "trellis":
         floats += heads**2 + 2 * kv**2 + hidden**2 + seen * (2 * wide**2 + hidden**2)
-    found = _Costs(shaped, shaped.recipe, "cuda")._hessians(shaped.targets)
+    found = Costs(shaped, shaped.recipe, "cuda").hessians(shaped.targets)
     assert found == pytest.approx(2 * shaped.windows.numel() * config.num_hidden_layers * floats)
 
 
@@ -117,7 +118,7 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr("requant.pipeline.schedule.product_rate", lambda *_: 1e9)
+    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda *_: 1e9)
     source = str(tiny_folder("llama"))
 
     def seconds(**changes) -> float:
@@ -140,7 +141,7 @@ def test_states_of_the_original_are_counted_where_they_are_computed(tiny_folder,
         finetune = Finetune(steps=3, rounds=rounds, blockwise=by_block)
         recipe = recipe_of("trellis", mode="best", finetune=finetune)
         with monkeypatch.context() as patch:
-            patch.setattr(_Costs, "states", lambda _self: states)
+            patch.setattr(Costs, "states", lambda _self: states)
             stages = expected_stages(outline(source, recipe), recipe, "cuda")
         where[by_block, rounds] = [stage.name for stage in stages if stage.seconds >= states]
     assert where == {
@@ -227,7 +228,7 @@ def test_a_diagnosis_decodes_as_often_as_planned(
     counted("evaluate")
     result = quantize.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     costs, weights = (
-        _Costs(result.prepared, result.recipe, "cpu"),
+        Costs(result.prepared, result.recipe, "cpu"),
         sum(t.size for t in result.prepared.targets),
     )
-    assert found == {"diagnose": costs._decoded_in_diagnosis() * weights, "evaluate": weights}
+    assert found == {"diagnose": costs.decodings_of_diagnosis() * weights, "evaluate": weights}

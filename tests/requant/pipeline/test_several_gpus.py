@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[3]
 def test_a_plan_for_several_gpus(tiny_folder, monkeypatch) -> None:
     """Times of GPUs that are not here: of two, half, but for embedding and head, and weights that are decoded on each of
     them. Statistics are divided, what trains not."""
-    monkeypatch.setattr("requant.pipeline.schedule.FULL_WIDTH", 1)
+    monkeypatch.setattr("requant.pipeline.costs.FULL_WIDTH", 1)
     # which so small a model would wait for most of all, in that pass
-    monkeypatch.setattr("requant.pipeline.schedule.LAUNCH_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("requant.pipeline.costs.LAUNCH_SECONDS", (0.0, 0.0))
     recipe = recipe_of("trellis", budget=Budget(bits=2.0))
     one, two = (
         make_plan(outline(str(tiny_folder("llama")), recipe, gpus=count), recipe, device="cuda")
