@@ -11,7 +11,8 @@ will divide them. Of what GPUs send to each other, the memory counts what a batc
 gradients and, for a model larger than the GPUs, decoded matrices.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sp
 from requant.checkpoint.original_sizes import float_bytes
 from requant.display import format_seconds
 from requant.models.devices import total_memory
+from requant.models.targets import QuantTarget
 from requant.pipeline.hosting import HOSTED
 from requant.pipeline.memory import expected_memory, host_memory, on_host
 from requant.pipeline.outline import Outline
@@ -150,11 +152,46 @@ def make_plan(
     `device` is where the run will be, None: where the model is.
     """
     device = prepared.model.device.type if device is None else torch.device(device).type
-    targets = prepared.targets
-    weights = sum(target.size for target in targets)
     warn_of_a_slow_run(prepared, recipe, device)
     allocation = _allocation(prepared, recipe, quiet=quiet)
-    parts: float = sparse_bytes(recipe, targets) + sum(
+    budgeted = allocation.budget is not None
+    weights = sum(target.size for target in prepared.targets)
+    matrices = _matrix_bytes(prepared, recipe, allocation)
+    bytes_after = _file_bytes(prepared, recipe, allocation, matrices)
+    calibration, scored_on = _text_names(prepared, recipe)
+    return Plan(
+        method=recipe.method,
+        mode=recipe.mode,
+        device=device,
+        calibration=f"{calibration}, {_windows(prepared.windows)}",
+        scored_on=f"{scored_on}, {_windows(prepared.eval_windows)}",
+        code=getattr(recipe.quantizer, "code", None),
+        matrices=dict(Counter(target.kind for target in prepared.targets)),
+        weights=weights,
+        bits_per_weight=8 * matrices / weights,
+        bytes_before=bytes_before(prepared),
+        bytes_after=bytes_after,
+        whole_bits_per_weight=8 * bytes_after / _parameter_count(prepared),
+        peak_memory=expected_memory(prepared, recipe, device),
+        seconds=expected_seconds(prepared, recipe, device),
+        device_memory=total_memory(torch.device(device)),
+        gpus=count_gpus(prepared),
+        allocation=allocation if budgeted else None,
+        widths=_widths(prepared.targets, allocation) if budgeted else {},
+        rotations=_rotations(prepared, recipe),
+        tables=_guessed_tables(prepared, recipe, allocation),
+        training=_training(prepared, recipe, device),
+        hosted_bytes=on_host(prepared) if prepared.hosted else 0,
+        host_memory=host_memory(prepared, recipe) if prepared.hosted else 0,
+    )
+
+
+def _matrix_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Allocation) -> float:
+    """All that the checkpoint stores for the matrices; of an outline a budget counts as spent."""
+    targets = prepared.targets
+    if isinstance(prepared, Outline) and recipe.budget.bits is not None:
+        return recipe.budget.bits * sum(target.size for target in targets) / 8
+    return sparse_bytes(recipe, targets) + sum(
         packed_spec(
             recipe,
             target.shape,
@@ -164,54 +201,41 @@ def make_plan(
         ).bytes
         for target in targets
     )
-    if isinstance(prepared, Outline) and recipe.budget.bits is not None:
-        parts = recipe.budget.bits * weights / 8
-    model_bytes = bytes_before(prepared)
-    as_floats = model_bytes if prepared.source is None else float_bytes(prepared.source)
-    per_weight = _source_bytes_per_weight(prepared, as_floats)
-    saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
-    stored = sum(target.size for target in targets) * per_weight + saved
-    bytes_after = round(as_floats - stored + parts)
+
+
+def _file_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Allocation, matrices: float) -> int:
+    """The weight files with so many bytes of `matrices`: the original's as floats, less what quantizing saves."""
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
-        bytes_after = recipe.budget.size
-    kinds: dict[str, int] = {}
-    widths: dict[str, dict[int | float, int]] = {}
+        return recipe.budget.size
+    as_floats = bytes_before(prepared) if prepared.source is None else float_bytes(prepared.source)
+    per_weight = as_floats / max(1, _parameter_count(prepared))
+    saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
+    replaced = sum(target.size for target in prepared.targets) * per_weight + saved
+    return round(as_floats - replaced + matrices)
+
+
+def _parameter_count(prepared: Prepared | Outline) -> int:
+    return sum(p.numel() for p in prepared.model.parameters())
+
+
+def _widths(targets: Sequence[QuantTarget], allocation: Allocation) -> dict[str, dict[int | float, int]]:
+    """Kind of matrix -> bits -> how many have them."""
+    widths: dict[str, Counter[int | float]] = {}
     for target in targets:
-        kinds[target.kind] = kinds.get(target.kind, 0) + 1
-        counts, bits = widths.setdefault(target.kind, {}), allocation.bits[target.name]
-        counts[bits] = counts.get(bits, 0) + 1
-    if isinstance(prepared, Outline):  # which text it would be is not looked up
-        texts = [
-            ", ".join(given) or "the usual text"
-            for given in (recipe.calibration.text, recipe.evaluation.text)
-        ]
-    else:
-        texts = [prepared.calibration.name, prepared.evaluation.name]
-    return Plan(
-        method=recipe.method,
-        mode=recipe.mode,
-        device=device,
-        calibration=f"{texts[0]}, {_windows(prepared.windows)}",
-        scored_on=f"{texts[1]}, {_windows(prepared.eval_windows)}",
-        code=getattr(recipe.quantizer, "code", None),
-        matrices=kinds,
-        weights=weights,
-        bits_per_weight=8 * parts / weights,
-        bytes_before=model_bytes,
-        bytes_after=bytes_after,
-        whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
-        peak_memory=expected_memory(prepared, recipe, device),
-        seconds=expected_seconds(prepared, recipe, device),
-        device_memory=total_memory(torch.device(device)),
-        gpus=count_gpus(prepared),
-        allocation=None if allocation.budget is None else allocation,
-        widths={} if allocation.budget is None else widths,
-        rotations=_rotations(prepared, recipe),
-        tables=_guessed_tables(prepared, recipe, allocation),
-        training=_training(prepared, recipe, device),
-        hosted_bytes=on_host(prepared) if prepared.hosted else 0,
-        host_memory=host_memory(prepared, recipe) if prepared.hosted else 0,
+        widths.setdefault(target.kind, Counter())[allocation.bits[target.name]] += 1
+    return {
+        kind: dict(counts) for kind, counts in widths.items()
+    }  # a Counter does not survive dataclasses.asdict
+
+
+def _text_names(prepared: Prepared | Outline, recipe: Recipe) -> tuple[str, str]:
+    """Of calibration and evaluation; of an outline as they were given, for the usual texts are not looked up."""
+    if isinstance(prepared, Prepared):
+        return prepared.calibration.name, prepared.evaluation.name
+    calibration, evaluation = (
+        ", ".join(given) or "the usual text" for given in (recipe.calibration.text, recipe.evaluation.text)
     )
+    return calibration, evaluation
 
 
 def _windows(windows: Int64[Tensor, "b t"]) -> str:
@@ -266,7 +290,3 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
     if goes_by_block(prepared, recipe, device):
         found += ", block by block"
     return found
-
-
-def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> float:
-    return model_bytes / max(1, sum(p.numel() for p in prepared.model.parameters()))
