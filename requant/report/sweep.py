@@ -69,36 +69,22 @@ def sweep(
     Raises RequantError.
     """
     model = str(model) if isinstance(model, Path) else model
-    gpu = pick_device(device).startswith("cuda")
-    if not isinstance(bits, Sequence):
-        raise RecipeError(
-            f"bits must be a list of budgets, not {type(bits).__name__}; give two or more, like [2, 3]."
-        )
-    recipes = [
-        recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each}) for each in bits
-    ]
-    names = [budget_name(each) for each in recipes]
-    if len(set(names)) < max(2, len(names)):
-        raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
-    folder = path_of(sweep_folder(recipes[0]) if output is None else output, "output").expanduser()
+    where = pick_device(device)
+    recipes = _recipes(model, bits, recipe, options, gpu=where.startswith("cuda"))
+    by_default = sweep_folder(next(iter(recipes.values())))
+    folder = path_of(by_default if output is None else output, "output").expanduser()
     finished: set[str] = set()
     if resume and folder.is_dir():
-        there = [(name, each, folder / name) for name, each in zip(names, recipes, strict=True)]
-        finished = {name for name, each, made in there if _finished(made, each, pick_device(device))}
+        finished = {name for name, each in recipes.items() if _finished(folder / name, each, where)}
     else:
-        unfinished = (folder / FILE).exists() or any(folder.glob("*.partial"))
-        if unfinished:  # to remove it may cost a living run its work
-            raise OutputError(
-                f"{folder} holds a sweep that is not finished; --resume goes on with it, or choose another --output."
-            )
-        check_output(folder)
+        _check_new(folder)
     statistics: dict[str, LinearStats] = {}
     with progress.display(shown=not quiet):
-        for index, (name, each) in enumerate(zip(names, recipes, strict=True)):
+        for index, (name, each) in enumerate(recipes.items()):
             if name in finished:
                 Workspace(folder / f"{name}.partial").remove_leftover()
                 continue
-            progress.begin(f"{name} ({index + 1} of {len(names)}), ", runs_left=len(names) - index - 1)
+            progress.begin(f"{name} ({index + 1} of {len(recipes)}), ", runs_left=len(recipes) - index - 1)
             workspace = Workspace(
                 folder / f"{name}.partial", resume=resume, save_every=save_every, arguments=arguments
             )
@@ -116,6 +102,42 @@ def sweep(
             claim(folder, arguments)  # for `--resume OUTPUT` between two checkpoints
             workspace.remove()
             del result
+    return _compared(folder, [*recipes])
+
+
+def _recipes(
+    model: str | None,
+    bits: Sequence[int | float | str],
+    recipe: Recipe | Mapping[str, Any] | str | Path | None,
+    options: Mapping[str, Any],
+    *,
+    gpu: bool,
+) -> dict[str, Recipe]:
+    """The name of a checkpoint -> its recipe. Raises RecipeError unless there are two or more different budgets."""
+    if not isinstance(bits, Sequence):
+        raise RecipeError(
+            f"bits must be a list of budgets, not {type(bits).__name__}; give two or more, like [2, 3]."
+        )
+    recipes = [
+        recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each}) for each in bits
+    ]
+    named = {budget_name(each): each for each in recipes}
+    if len(named) < max(2, len(recipes)):
+        raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
+    return named
+
+
+def _check_new(folder: Path) -> None:
+    """Raise OutputError unless a sweep can begin there: another's leftovers may be all that a living run has."""
+    if (folder / FILE).exists() or any(folder.glob("*.partial")):
+        raise OutputError(
+            f"{folder} holds a sweep that is not finished; --resume goes on with it, or choose another --output."
+        )
+    check_output(folder)
+
+
+def _compared(folder: Path, names: Sequence[str]) -> Sweep:
+    """The finished sweep, with its page and its numbers written."""
     entries = sorted(
         compare_checkpoints([str(folder / name) for name in names]), key=lambda entry: entry.bytes
     )
