@@ -44,15 +44,6 @@ def write(source: Source, folder: Path) -> Written:
     check_architecture(source.config)
     types = {name: _type_of(source, name, spec) for name, spec in source.specs.items()}
     architecture, paired = ARCHITECTURES[source.config.model_type]
-    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names = gguf.get_tensor_name_map(key, source.config.num_hidden_layers)
-
-    def renamed(name: str) -> str:
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise InputError(f"llama.cpp has no tensor for {name[:80]}; export --to dense.")
-        return found
-
     writer = gguf.GGUFWriter(folder / FILE, architecture)
     try:
         add_architecture(writer, source.config, name=source.path.name)
@@ -60,26 +51,7 @@ def write(source: Source, folder: Path) -> Written:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(_file_type(gguf, list(types.values())))
         factors = rope_factors(source.config)
-        plain = source.plain_names()
-        for name, spec in source.specs.items():
-            if types[name] in BLOCK_BITS:
-                row = bytes_of_row(types[name], spec.shape[1])
-                shape, read_as, size = (spec.shape[0], row), np.uint8, spec.shape[0] * row
-            else:
-                shape, read_as, size = (
-                    spec.shape,
-                    np.float32,
-                    math.prod(spec.shape) * source.dtype.itemsize,
-                )
-            kind = gguf.GGMLQuantizationType[types[name]]
-            # given a kind, the writer takes uint8 shapes for bytes, and any other for what they are
-            writer.add_tensor_info(renamed(f"{name}.weight"), shape, np.dtype(read_as), size, kind)
-        for name in plain:
-            shape = source.header.tensors[name].shape
-            dtype = _stored(source.plain_dtype(name), len(shape))
-            size = math.prod(shape) * dtype.itemsize
-            kind = gguf.GGMLQuantizationType[FLOATS[dtype]]
-            writer.add_tensor_info(renamed(name), shape, np.dtype(np.float32), size, kind)
+        _add_tensor_infos(writer, gguf, source, types, architecture)
         if factors is not None:
             writer.add_tensor_info(
                 "rope_freqs.weight", tuple(factors.shape), np.dtype(np.float32), factors.nbytes
@@ -101,13 +73,40 @@ def write(source: Source, folder: Path) -> Written:
     )
 
 
+def _add_tensor_infos(
+    writer: Any, gguf: Any, source: Source, types: dict[str, str], architecture: str
+) -> None:
+    """Name, shape, bytes and type of every tensor that `_data` gives, in the same order. Raises InputError."""
+    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(key, source.config.num_hidden_layers)
+
+    def add(name: str, shape: tuple[int, ...], read_as: type, size: int, kind: str) -> None:
+        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if renamed is None:
+            raise InputError(f"llama.cpp has no tensor for {name[:80]}; export --to dense.")
+        # given a kind, the writer takes uint8 shapes for bytes, and any other for what they are
+        writer.add_tensor_info(renamed, shape, np.dtype(read_as), size, gguf.GGMLQuantizationType[kind])
+
+    for name, spec in source.specs.items():
+        kind, (n, k) = types[name], spec.shape
+        if kind in BLOCK_BITS:
+            row = bytes_of_row(kind, k)
+            add(f"{name}.weight", (n, row), np.uint8, n * row, kind)
+        else:
+            add(f"{name}.weight", (n, k), np.float32, n * k * source.dtype.itemsize, kind)
+    for name in source.plain_names():
+        shape = tuple(source.header.tensors[name].shape)
+        dtype = _stored(source.plain_dtype(name), len(shape))
+        add(name, shape, np.float32, math.prod(shape) * dtype.itemsize, FLOATS[dtype])
+
+
 def paired_rows(n: int, heads: int) -> Tensor:
     """Index of the source row of each row of llama.cpp's q or k: the two halves of a head are interleaved."""
     return torch.arange(n).view(heads, 2, n // heads // 2).transpose(1, 2).flatten()
 
 
 def _data(source: Source, types: dict[str, str], *, paired: bool) -> Iterator[Tensor]:
-    """What the tensor infos announced, in their order."""
+    """What `_add_tensor_infos` announced, in its order."""
     order = list(source.specs)
     for expected, (name, weight) in zip(order, source.weights(), strict=True):
         assert name == expected

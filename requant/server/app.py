@@ -103,18 +103,7 @@ def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> Fas
     ) -> Any:
         request = parse(await _body(http, limits), limits)
         _check_model(request.model, model)
-        prompts = [await engine.tokens_of(prompt) for prompt in request.prompts]
-        matcher = await engine.matcher_of(request.schema)
-        jobs: list[Job] = []
-        try:
-            for prompt in prompts:
-                for choice in range(request.choices):
-                    jobs.append(engine.submit(prompt, _seeded(request, choice), matcher))
-        except ApiError:
-            for job in jobs:
-                job.cancelled.set()
-            raise
-        counted = sum(map(len, prompts))
+        jobs, counted = await _submitted(engine, request)
         if request.stream:
             events = _stream(request, jobs, model, counted, chat=chat)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -122,6 +111,22 @@ def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> Fas
         return await _collect(http, request, jobs, model, counted, chat=chat)
 
     return app
+
+
+async def _submitted(engine: Engine, request: Request) -> tuple[list[Job], int]:
+    """A job for every choice of every prompt, or none if one of them is refused; and the tokens of the prompts."""
+    prompts = [await engine.tokens_of(prompt) for prompt in request.prompts]
+    matcher = await engine.matcher_of(request.schema)
+    jobs: list[Job] = []
+    try:
+        for prompt in prompts:
+            for choice in range(request.choices):
+                jobs.append(engine.submit(prompt, _seeded(request, choice), matcher))
+    except ApiError:
+        for job in jobs:
+            job.cancelled.set()
+        raise
+    return jobs, sum(map(len, prompts))
 
 
 async def _collect(
