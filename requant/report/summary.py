@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.checkpoint.original_sizes import float_bytes, original_bits, stores_floats, whole_bits
 from requant.checkpoint.save import checkpoint_bytes
@@ -324,8 +326,6 @@ def terms(source: Path | None) -> dict[str, Any]:
 
 def _device_name(result: QuantizedModel) -> str:
     """Sums differ in their last bits with the number of threads, and with them, now and then, an allocation."""
-    import torch
-
     if result.model.device.type == "cuda":
         return torch.cuda.get_device_name(result.model.device)
     return f"cpu, {torch.get_num_threads()} threads"

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -224,8 +225,6 @@ def _check_model(asked: str | None, served: str) -> None:
 
 def _seeded(request: Request, choice: int) -> Any:
     """Each choice gets its own seed, derived from the request's, so that choices differ and are reproducible."""
-    from dataclasses import replace
-
     seed = request.sampling.seed
     return request.sampling if seed is None else replace(request.sampling, seed=(seed + choice) % (1 << 63))
 
