@@ -42,9 +42,8 @@ class Plan:
     head_bits: float | None = 16  # of embedding and head; None: as `--bits` chooses them
     make: Callable[[RunContext], Weights] | None = None  # makes the codes instead of the mode
     peer: str | None = None  # the peer's name, if the row is a peer's
-    own_windows: int | None = (
-        0  # written by the model, for training in addition to the text; None: the default number
-    )
+    # written by the model, for training in addition to the text; None: the default number
+    own_windows: int | None = 0
     by_size: bool = False  # `bits` is the size of the whole file in MB, which the budget splits
 
 

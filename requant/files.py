@@ -21,9 +21,8 @@ from requant.errors import FileError, InputError, first_line
 logger = logging.getLogger(__name__)
 
 MAX_SMALL_FILE = 1 << 26  # bytes; the largest tokenizers and indices of shards have 40 million
-MAX_CONTAINERS = (
-    1_000_000  # objects and lists in a JSON file; tokenizers have up to 600,000 (merges as pairs)
-)
+# objects and lists in a JSON file; tokenizers have up to 600,000 (merges as pairs)
+MAX_CONTAINERS = 1_000_000
 MAX_ITEMS = 4_000_000  # commas
 # In a configuration, which transformers copies in Python several times, 40 us a container and 2 us an item: 45,000 experts'
 # matrices have 90,000 and 500,000

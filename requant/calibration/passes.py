@@ -37,9 +37,8 @@ from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
-RECOMPUTE_ABOVE = (
-    2_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
-)
+# parameters; below, memory suffices and a second forward pass is not worth it
+RECOMPUTE_ABOVE = 2_000_000_000
 ROWS_AT_ONCE = 512  # of logits on a GPU, in float32
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
 OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])

@@ -34,9 +34,8 @@ from requant.models.safetensors_header import StoredTensor
 FORMAT_VERSION = 7
 CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
-EMBEDDING_AND_HEAD_VERSION = (
-    2  # the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
-)
+# the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
+EMBEDDING_AND_HEAD_VERSION = 2
 ROTATION_VERSION = 5  # the first with rotations that are folded into the model
 TRELLIS_TABLE_VERSION = 6  # the first whose embedding and head may have trellis codes, and bands
 TOKEN_TABLE_VERSION = 7  # the first whose vocabulary may list token tables beside embedding and head

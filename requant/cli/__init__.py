@@ -52,10 +52,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
 }
 RESUMABLE = ("quantize", "sweep", "sparsify")
-ALLOCATOR = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)  # torch's settings of GPU memory; it reads either
+# torch's settings of GPU memory; it reads either
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 RENAMED_OPTIONS = {
     ("quantize", "--tune"): "--finetune-steps",
     ("bench", "--tune"): "--autotune",

@@ -22,9 +22,8 @@ from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 
 TOKENS = 16  # of the text that asks
-WORKSPACE = (
-    "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is deterministic with one of fixed size; this is torch's own on Hopper
-)
+# cuBLAS is deterministic with one of fixed size; this is torch's own on Hopper
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FILLS = "fill_uninitialized_memory"
 _demanded: WeakSet[PreTrainedModel] = WeakSet()
 

@@ -34,9 +34,8 @@ class HostedMatrix:
         self.stored = parameter.data  # in the parameter's layout
         self.source: Source = self.original
         self.changed: Callable[[], None] = lambda: None
-        self.ahead: tuple[Tensor, Tensor] | None = (
-            None  # a source, and the same in memory that copies read faster
-        )
+        # a source, and the same in memory that copies read faster
+        self.ahead: tuple[Tensor, Tensor] | None = None
         self.release()
 
     @property

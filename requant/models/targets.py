@@ -51,9 +51,8 @@ class QuantTarget:
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # path of the layer's experts, for a matrix of one of them
     rank: int = 0  # of several processes, the one that collects its statistics and makes its codes
-    hosted: HostedMatrix | None = (
-        None  # where the matrix is on the host, and on the GPU while its block is computed
-    )
+    # where the matrix is on the host, and on the GPU while its block is computed
+    hosted: HostedMatrix | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

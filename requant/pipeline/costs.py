@@ -199,9 +199,8 @@ def _writing(prepared: Prepared | Outline) -> float:
     at_once = windows_at_once(prepared.model, length)
     batches = ceil(ceil(prepared.own_windows / at_once) / count_gpus(prepared))
     weights = parameter_bytes(prepared.model)
-    keys_and_values = (
-        min(at_once, prepared.own_windows) * cache_bytes(prepared.model, length) / 2
-    )  # on average
+    # on average
+    keys_and_values = min(at_once, prepared.own_windows) * cache_bytes(prepared.model, length) / 2
     return batches * (length - PREFIX) * (STEP_SECONDS + (weights + keys_and_values) / STEP_BYTES)
 
 

@@ -59,9 +59,8 @@ class Plan:
     device_memory: int  # bytes of one GPU, or of the machine
     gpus: int = 1
     allocation: Allocation | None = None  # of a budget
-    widths: Mapping[str, Mapping[int | float, int]] = field(
-        default_factory=dict
-    )  # kind -> bits -> how many matrices
+    # kind -> bits -> how many matrices
+    widths: Mapping[str, Mapping[int | float, int]] = field(default_factory=dict)
     rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
     code: str | None = None  # of a trellis
     tables: str | None = None  # bits of embedding and head, where they were not chosen but guessed

@@ -16,9 +16,8 @@ from requant.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 SLOW_RUN = 600.0  # expected seconds
 FEW_SAMPLES = 16
-QUICKER_METHOD = (
-    "lut"  # the best of those that take less time on a CPU; grids of 3 bits have three times its KL
-)
+# the best of those that take less time on a CPU; grids of 3 bits have three times its KL
+QUICKER_METHOD = "lut"
 
 
 def warn_of_a_slow_run(prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:

@@ -13,9 +13,8 @@ FRACTION_OF_PEAK = {"cpu": 0.35, "cuda": 0.57}
 # Training whose blocks are compiled is as much faster: one H200 took 53 s for 200 steps of the 1B shape as a whole, 67 block
 # by block (eval/results/speed-1b-h200.json), where passes at the rate above would take 66 and 83.
 COMPILED = 1.23
-COMPILE_SECONDS = (
-    10.0  # of the first training and of the last one: what they took longer there, without states
-)
+# of the first training and of the last one: what they took longer there, without states
+COMPILE_SECONDS = 10.0
 # Python's own time for a block and a batch, forward and back, which a GPU waits for in models of 1B: passes took 67 ms for
 # 16 blocks there, the original's states 26.
 LAUNCH_SECONDS = (1.6e-3, 2.6e-3)

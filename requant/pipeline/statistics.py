@@ -36,9 +36,8 @@ from requant.recipe.schema import Recipe
 from requant.run.rounds import rounds_of
 from requant.run.statistics import in_chunks, pass_bytes, statistics_budget
 
-HEAP_FACTOR = (
-    1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
-)
+# what the C library holds for blocks that it does not map one by one, over what lives in them
+HEAP_FACTOR = 1.5
 MAPPED_BYTES = 32 << 20  # a block from which on it does
 LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
 

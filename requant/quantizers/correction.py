@@ -21,9 +21,8 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.quantizers.checks import statistic
 
-DAMP = (
-    0.1  # of the mean diagonal of H, ten times the quantizers' own: C - H is small, and known from few tokens
-)
+# of the mean diagonal of H, ten times the quantizers' own: C - H is small, and known from few tokens
+DAMP = 0.1
 
 
 def corrected(weight: Float[Tensor, "n k"], stats: LinearStats) -> Float[Tensor, "n k"]:

@@ -33,9 +33,8 @@ GPU_SAMPLES = 256
 PAIR_UP_TO = 2.0
 PRUNING_METHOD = "alps"
 RECOVERY_STEPS = 500  # 11 s on a GPU for a model of 32 M parameters
-SPARSE_LR = (
-    3e-3  # of the steps of codes beside 2:4 values, whatever the number of training steps: as measured
-)
+# of the steps of codes beside 2:4 values, whatever the number of training steps: as measured
+SPARSE_LR = 3e-3
 DEMO_CALIBRATION = Calibration(num_samples=16, seq_len=512)
 DEMO_EVALUATION = Evaluation(context=512, windows=32)
 

@@ -49,9 +49,8 @@ class Entry:
     protocol: str | None = None  # of perplexity and KL
     calibration: str | None = None
     delta_loss: float | None = None  # measured dF on the calibration text
-    block_delta_loss: Mapping[int, float] = field(
-        default_factory=dict
-    )  # block -> measured with it alone quantized
+    # block -> measured with it alone quantized
+    block_delta_loss: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def kl_error(self) -> float | None:

@@ -48,9 +48,8 @@ class MatrixRow:
     bits: float  # all its bytes, over its weights
     sparse_fraction: float
     size_bytes: int
-    predicted: Mapping[str, float] = field(
-        default_factory=dict
-    )  # score -> its signed sum: dF in nats per token
+    # score -> its signed sum: dF in nats per token
+    predicted: Mapping[str, float] = field(default_factory=dict)
     delta_loss: float | None = None  # measured dF with this matrix alone quantized
     tokens: int | None = None  # of the calibration text that were routed to it, for a matrix of an expert
 
@@ -100,9 +99,8 @@ class RunSummary:
     matrices: Sequence[MatrixRow]
     calibration: CalibrationText
     recipe: str  # YAML
-    training_windows: int = (
-        0  # of the same text, that a trained run may have seen, and those that the original wrote itself
-    )
+    # of the same text, that a trained run may have seen, and those that the original wrote itself
+    training_windows: int = 0
     own_windows: int = 0
     budget: BudgetSummary | None = None
     before: Quality | None = None
@@ -110,12 +108,10 @@ class RunSummary:
     original_loss: float | None = None  # F on the calibration text, nats per token
     delta_loss: float | None = None  # measured dF of the whole model, there
     embedding_and_head_delta: float | None = None  # dF of embedding and head, where they were quantized
-    other_params_delta: float | None = (
-        None  # PQI of the finetuned norms, biases and embeddings, a part of `delta_loss`
-    )
-    block_delta_loss: Mapping[int, float] = field(
-        default_factory=dict
-    )  # block -> dF with that block alone quantized
+    # PQI of the finetuned norms, biases and embeddings, a part of `delta_loss`
+    other_params_delta: float | None = None
+    # block -> dF with that block alone quantized
+    block_delta_loss: Mapping[int, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # stage -> wall time
     peak_memory: int = 0  # bytes
     device: str = "cpu"

@@ -32,13 +32,8 @@ from requant.run.workspace import Workspace
 from requant.sensitivity.path import Scores
 
 SCORES = ("gradient", "hessian", "pqi")
-UNUSED = (
-    "mode",
-    "sensitivity",
-    "finetune_steps",
-    "own_windows",
-    "eval_text",
-)  # options of a run that is measured
+# options of a run that is measured
+UNUSED = ("mode", "sensitivity", "finetune_steps", "own_windows", "eval_text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,9 +88,8 @@ class RunContext:
     fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
     source: Path | None = None  # the model's folder
-    routed_tokens: Mapping[str, int] = field(
-        default_factory=dict
-    )  # expert -> those of `windows` that it sees
+    # expert -> those of `windows` that it sees
+    routed_tokens: Mapping[str, int] = field(default_factory=dict)
 
     allocation: Allocation | None = None
     # matrix -> bits, and fraction of sparse outliers, where they are not the recipe's

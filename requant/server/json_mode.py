@@ -17,9 +17,8 @@ from requant.errors import first_line
 from requant.extras import requirement
 from requant.server.protocol import ApiError
 
-MAX_DEPTH = (
-    30  # of a schema; llguidance's JSON reader refuses more than about 60, and thousands end the process
-)
+# of a schema; llguidance's JSON reader refuses more than about 60, and thousands end the process
+MAX_DEPTH = 30
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 

@@ -97,9 +97,8 @@ class Sampling:
     frequency_penalty: float = 0.0  # times its count
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: int | None = (
-        None  # how many of the likeliest tokens are told beside each; None: no logprobs at all
-    )
+    # how many of the likeliest tokens are told beside each; None: no logprobs at all
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

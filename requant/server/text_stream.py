@@ -17,9 +17,8 @@ class TextStream:
         self.stop = stop
         self.stopped = False
         self._tokens: list[int] = []
-        self._start = (
-            0  # index: tokens from here on are decoded together, so that spaces between words are right
-        )
+        # index: tokens from here on are decoded together, so that spaces between words are right
+        self._start = 0
         self._known = 0  # index: the text of all tokens before it is in `_pending`
         self._pending = ""  # complete characters that may begin a stop string
         self.length = 0  # complete characters, those after a stop string too

@@ -213,6 +213,5 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
         ) from error
 
 
-WIKITEXT = (
-    "Salesforce/wikitext:wikitext-2-raw-v1"  # what the paper calibrates on, where nothing else is named
-)
+# what the paper calibrates on, where nothing else is named
+WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"

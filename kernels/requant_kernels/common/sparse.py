@@ -38,9 +38,8 @@ class SlicedEll:
     values: Tensor  # float16 or int8 [slices, 16, 8], zero in empty slots
     row_scales: Tensor | None  # float16 [16 tiles], with int8 values
     row_nnz: Tensor  # int32 [16 tiles], filled slots of each row
-    coo: Tensor | None = (
-        None  # int32 [z], the same residuals in A-fragment order; None if one does not fit float16
-    )
+    # int32 [z], the same residuals in A-fragment order; None if one does not fit float16
+    coo: Tensor | None = None
     block_ptr: Tensor | None = None  # int32 [tiles, k_tiles + 1], into `coo`
 
 

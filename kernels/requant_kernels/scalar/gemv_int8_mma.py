@@ -143,9 +143,8 @@ def gemv_int8_mma_kernel(
         tl.extra.cuda.gdc_wait()
     # zeros: read by lanes whose columns of the right operand belong to another shift class
     issue(STORE_ZEROS, [base + CONFIG.zeros_offset + lane * 16 + warp * 0])
-    x_sums = (
-        base + CONFIG.x_offset + K * 2
-    )  # the sums of activations for zero points, 16 bytes per 128 columns
+    # the sums of activations for zero points, 16 bytes per 128 columns
+    x_sums = base + CONFIG.x_offset + K * 2
     x_scales = x_sums + K // 8
     x_copy = base + CONFIG.x_copy_offset
     _quantize_activations(

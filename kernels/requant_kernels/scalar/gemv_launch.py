@@ -17,9 +17,8 @@ class GemvConfig(LaunchConfig):
     tiles_per_cta: int = 1
     num_stages: int = 1  # k_tiles in the loop body; the codes of num_stages - 1 (at least one) are in flight
     prefetch: bool = True  # load the activations of the next k_tile early; up to 8 tokens
-    stage_activations: bool = (
-        False  # residuals of one token gather activations from shared memory, not from the cache
-    )
+    # residuals of one token gather activations from shared memory, not from the cache
+    stage_activations: bool = False
     max_registers: int | None = None  # per thread
     max_ctas_per_sm: int | None = None  # `common/occupancy.py`
 
