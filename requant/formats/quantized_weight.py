@@ -31,14 +31,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from requant.errors import InputError
 from requant.formats.bands import Bands, BandsSpec
 from requant.formats.contract import Container, TrainableParams
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.sparse import Sparse, join_sparse_rows
+from requant.formats.sparse import Sparse, join_sparse_rows, residuals_to_int8, sparse_residual
 
 ROW_WEIGHTS = 1 << 22  # dequantized at a time where rows are asked for
 ROWS, COLUMNS = "residual_rows", "residual_columns"  # beside what a container decodes to
@@ -78,6 +78,20 @@ class QuantizedWeight:
             sparse, residuals = present.pack()
         stored = {suffix: tensor.detach().cpu() for suffix, tensor in (tensors | residuals).items()}
         return PackedSpec(dense=dense, sparse=sparse), stored
+
+
+def with_residuals(
+    dense: Container,
+    weight: Float[Tensor, "n k"],
+    detached: Bool[Tensor, "n k"] | None,
+    *,
+    int8: bool = False,
+) -> QuantizedWeight:
+    """The codes of `weight`, and what they lack of it where it is `detached`: in float16, or with `int8` in 8 bits."""
+    sparse = None if detached is None else sparse_residual(weight, dense.dequantize(), detached)
+    if sparse is not None and int8:
+        sparse = residuals_to_int8(sparse)
+    return QuantizedWeight(dense=dense, sparse=sparse)
 
 
 def spec_of(weight: QuantizedWeight) -> PackedSpec:

@@ -22,8 +22,7 @@ from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.formats.grid import Grid, group_count
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
@@ -112,9 +111,7 @@ def quantize(
         shrink = torch.where(errors < lowest, factor, shrink)
         lowest = torch.minimum(errors, lowest)
 
-    grid = grid_at(best, shrink)
-    sparse = None if detached is None else sparse_residual(values, grid.dequantize(), detached)
-    return QuantizedWeight(dense=grid, sparse=sparse)
+    return with_residuals(grid_at(best, shrink), values, detached)
 
 
 def column_scales(mean_abs: Float[Tensor, " k"], alpha: float) -> Float16[Tensor, " k"]:

@@ -29,8 +29,7 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.formats.grid import Grid, group_count
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_fraction, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
@@ -108,8 +107,7 @@ def quantize(
         bits=config.bits,
         group_size=group_size,
     )
-    sparse = None if detached is None else sparse_residual(work.weight[:, back], grid.dequantize(), detached)
-    return QuantizedWeight(dense=grid, sparse=sparse)
+    return with_residuals(grid, work.weight[:, back], detached)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ from requant.errors import NumericalError
 from requant.formats.codebook import Codebook, CodebookSpec
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import SparseSpec, residuals_to_int8, sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
+from requant.formats.sparse import SparseSpec
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 from requant.quantizers.method import Bits, Losses, Method
@@ -78,7 +78,7 @@ def quantize(
     """
     check_weight(weight)
     fisher = statistic(stats.fisher, "fisher", tuple(weight.shape))
-    chosen = detached is None
+    own_outliers = detached is None  # where no mask of mode `paper` is given
     if detached is None:
         detached = outlier_mask(
             weight.float(), fisher, bits=config.bits, outlier_fraction=config.outlier_fraction
@@ -96,10 +96,7 @@ def quantize(
     )
     levels = rounded(fitted, level_bits=config.level_bits)
     codebook = Codebook(codes=nearest_codes(weight.float(), levels), levels=levels, bits=config.bits)
-    sparse = None if detached is None else sparse_residual(weight.float(), codebook.dequantize(), detached)
-    return QuantizedWeight(
-        dense=codebook, sparse=residuals_to_int8(sparse) if chosen and sparse is not None else sparse
-    )
+    return with_residuals(codebook, weight.float(), detached, int8=own_outliers)
 
 
 def rounded(levels: Float[Tensor, "n c"], *, level_bits: int) -> Float16[Tensor, "n c"]:

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.formats.codebook import Codebook
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import residuals_to_int8, sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.gptq import cost_after_feedback, hessian_inv_cholesky
@@ -80,7 +79,7 @@ def quantize(
     target = corrected(weight, stats)
     damped = hessian + config.damp * mean_of(hessian.diagonal()) * torch.eye(k, device=hessian.device)
     diagonal = damped.diagonal().expand_as(target).double()
-    chosen = detached is None
+    own_outliers = detached is None  # where no mask of mode `paper` is given
     if detached is None:
         detached = outlier_mask(
             target, diagonal.float(), bits=config.bits, outlier_fraction=config.outlier_fraction
@@ -109,10 +108,7 @@ def quantize(
         if gained <= TOLERANCE * best.sum():
             break
     codebook = Codebook(codes=codes.to(torch.uint8), levels=levels.half(), bits=config.bits)
-    sparse = None if detached is None else sparse_residual(values, codebook.dequantize(), detached)
-    return QuantizedWeight(
-        dense=codebook, sparse=residuals_to_int8(sparse) if chosen and sparse is not None else sparse
-    )
+    return with_residuals(codebook, values, detached, int8=own_outliers)
 
 
 def mean_of(diagonal: Float[Tensor, " k"]) -> Float[Tensor, ""]:

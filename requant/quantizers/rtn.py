@@ -22,8 +22,7 @@ from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.formats.grid import Grid, GridSpec, group_count
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
 from requant.quantizers.method import Bits, Losses, Method
 
@@ -81,9 +80,7 @@ def round_to_grid(
     detached: Bool[Tensor, "n k"] | None,
 ) -> QuantizedWeight:
     """Every weight at its nearest code, and the residuals of the detached ones."""
-    grid = encode(weight, fit, bits=bits, group_size=group_size)
-    sparse = None if detached is None else sparse_residual(weight, grid.dequantize(), detached)
-    return QuantizedWeight(dense=grid, sparse=sparse)
+    return with_residuals(encode(weight, fit, bits=bits, group_size=group_size), weight, detached)
 
 
 def columns_of_group(group_size: int, k: int) -> int:

@@ -49,8 +49,7 @@ from requant.errors import NumericalError, RecipeError
 from requant.formats.hadamard import TILE, incoherence_process, random_signs
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import sparse_residual
+from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.formats.trellis import Trellis, TrellisSpec
 from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 from requant.quantizers.checks import check_fraction, check_seed, check_weight, statistic
@@ -157,8 +156,7 @@ def quantize(
         code=config.code,
         rotates_output=rows is not None,
     )
-    sparse = None if detached is None else sparse_residual(goal, dense.dequantize(), detached)
-    return QuantizedWeight(dense=dense, sparse=sparse)
+    return with_residuals(dense, goal, detached)
 
 
 def signs_of(
