@@ -131,7 +131,7 @@ class _Budget:
 def _budget_of(
     run: RunContext, embedding_and_head: EmbeddingAndHead, part_bits: Mapping[str, Sequence[Bits]]
 ) -> _Budget:
-    """Of the matrices alone for `bits`, of the whole file for `size`."""
+    """The budget of a recipe: bytes of the matrices alone for `bits`, of the whole file for `size`."""
     recipe = run.recipe
     sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
     fixed = sparse_bytes(recipe, run.targets)
@@ -250,7 +250,7 @@ def _usual(recipe: Recipe, choices: Sequence[Bits]) -> Bits:
 
 
 def of_token_tables(bits: Mapping[str, Bits]) -> dict[str, Bits]:
-    """Of the bits by role those of token tables, by name."""
+    """The bits of token tables, by name, among the bits of all roles."""
     return {role: own for role, own in bits.items() if role not in ("embedding", "head")}
 
 

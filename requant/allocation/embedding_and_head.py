@@ -112,7 +112,7 @@ class QuantizedEmbeddingAndHead:
 
 
 def _write_floats(weight: QuantizedWeight, parameter: Tensor) -> None:
-    """As a few parts where the table is large: its floats are float32, and may be twice the model."""
+    """Write the dequantized table, a large one in parts: its float32 values may take twice the memory of the model."""
     rows, width = weight.shape
     step = max(1, WEIGHTS_AT_ONCE // (TILE * width)) * TILE
     for start in range(0, rows, step):

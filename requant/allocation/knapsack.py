@@ -90,7 +90,7 @@ def _size(option: Option) -> tuple[int, float, int | float, float]:
 
 
 def _efficient(options: Sequence[Option]) -> list[Option]:
-    """By rising bytes, without options that cost no less than a smaller one."""
+    """The options by rising bytes, without those that lose no less than a smaller one."""
     kept: list[Option] = []
     for option in sorted(options, key=_size):
         if not kept or option.loss < kept[-1].loss:
@@ -139,7 +139,7 @@ def _solved(
 
 
 def _choice(names: Sequence[str], flat: Sequence[tuple[int, Option]], x: Any) -> Choice:
-    """Of every tensor the option whose variable is largest: the solver's zeros and ones are floats."""
+    """The option of every tensor whose variable is largest: the solver's zeros and ones are floats."""
     taken: dict[int, tuple[float, Option]] = {}
     for (index, option), value in zip(flat, x, strict=True):
         if index not in taken or value > taken[index][0]:

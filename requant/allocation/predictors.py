@@ -119,7 +119,7 @@ def restored(run: RunContext, reference: Weights) -> dict[str, float]:
 
 
 def _kl_of_each(run: RunContext, reference: Weights, *, others: float) -> dict[str, float]:
-    """By how much each matrix of `reference` raises the KL, nats per token; `others` are original (0) or quantized (1)."""
+    """How much each matrix of `reference` raises the KL, nats per token, with the others original (0) or quantized (1)."""
     windows = _first(run, MEASURED_TOKENS)
     path = run.path(reference)
     totals = dict.fromkeys(reference, 0.0)

@@ -119,7 +119,7 @@ def windows_without_logits(length: int, *, gpu: bool) -> int:
 
 
 def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool, gradients: bool) -> int:
-    """On a GPU, with gradients, as many as keep it busy while Python calls a block, if it has room for them."""
+    """Windows of a batch; on a GPU, with gradients, enough to keep it busy while Python calls a block, if memory allows."""
     most = MOST_LOGITS // vocabulary_of(model)
     if not gpu:
         return max(1, min(CPU_TOKENS, most) // length)

@@ -131,7 +131,7 @@ class _Group:
         self.gradients: dict[int, Tensor] = {}  # batch -> that at the last block done, on the CPU
 
     def forward(self, end: int, *, keep: Collection[int], label: str | None) -> None:
-        """To before block `end`, from the last states before it that are there; those before the blocks in `keep` stay."""
+        """Compute the states before block `end` from the last earlier ones there are; those before blocks in `keep` stay."""
         first = max((block for block in self.before if block <= end), default=0)
         self.cache.next_block, self.cache.states = first, self.before.get(first, [])
         for _ in tracked(range(first, end), label=label, unit="blocks"):
@@ -151,7 +151,7 @@ class _Group:
             self.gradients[index] = _gradient(leaf)
 
     def backward(self, first: int, end: int, after_each: Callable[[], None], *, label: str | None) -> None:
-        """From the gradients before block `end` to those before block `first`; states between them are dropped."""
+        """Take the gradients from before block `end` back to before block `first`; the states between them are dropped."""
         self.before.pop(end, None)
         for block in tracked(range(end - 1, first - 1, -1), label=label, unit="blocks"):
             for index, each in enumerate(self.batches):

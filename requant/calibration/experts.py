@@ -83,7 +83,7 @@ def same_routes(reference: nn.Module, model: nn.Module) -> Iterator[None]:
 
 
 def share_of_experts(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> float:
-    """Of a layer's experts, those that see a token."""
+    """The fraction of a layer's experts that see a token."""
     layers: dict[str, set[str]] = {}
     for target in targets:
         if target.experts is not None:

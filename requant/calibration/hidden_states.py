@@ -229,7 +229,7 @@ def after_blocks(
     precision: Precision = as_it_is,
     label: str | None = None,
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """For forward passes over these batches: in the context of batch i the model is called with it.
+    """A context for the forward pass over each batch: in that of batch i the model is called with batch i.
 
     The blocks of a hosted model have run by then, each on all batches, and return what they gave; any other model computes
     as ever. `windows` are those of the batches, `precision` that of the passes.

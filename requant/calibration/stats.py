@@ -31,8 +31,8 @@ class LinearStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curvature:
-    """Of one use of an embedding or head, as table of inputs or as matrix of the logits: an error E in its rows costs
-    `1/2 sum_i r_i E_i C E_i'`."""
+    """The curvature of one use of an embedding or head, as table of inputs or as matrix of the logits: an error E in its
+    rows costs `1/2 sum_i r_i E_i C E_i'`."""
 
     rows: Float[Tensor, " v"]
     covariance: Float[Tensor, "d d"]

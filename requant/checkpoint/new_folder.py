@@ -40,7 +40,7 @@ def check_output(output: str | Path) -> Path:
 
 
 def _prefix(name: str) -> str:
-    """Of the hidden folder beside an output of that name, which is longer than the name itself."""
+    """How the name of the hidden folder beside an output of that name begins."""
     return f".{name}.partial-"
 
 

@@ -62,7 +62,7 @@ class ByteTable:
 
     @property
     def weights(self) -> int:
-        """Of the whole model; embedding and head count once where they are tied."""
+        """How many weights the whole model has; embedding and head count once where they are tied."""
         quantized = (*self.matrices.values(), *self.embedding_and_head.values())
         return self.other_weights + sum(matrix.weights for matrix in quantized)
 

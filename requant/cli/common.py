@@ -19,8 +19,11 @@ IMPORTED_AT_ONCE = 100_000  # objects, between two collections of garbage
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For the imports of a command: torch and transformers make half a million objects that stay, which collections of
-    garbage would look through again and again, in the imports and in the run that follows."""
+    """Collect less garbage during the imports of a command, and never look at what they made again.
+
+    torch and transformers create half a million objects that stay; every collection would go through them, in the imports
+    and in the run that follows.
+    """
     if "transformers.modeling_utils" in sys.modules:  # they are here; and a freeze would keep a run's garbage
         yield
         return

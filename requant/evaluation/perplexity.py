@@ -152,7 +152,7 @@ def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: 
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of independent values; None for fewer than two."""
+    """The standard error of the mean of independent values; None for fewer than two."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 

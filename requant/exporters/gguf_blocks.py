@@ -26,7 +26,7 @@ from requant.formats.other_programs import BLOCK, BLOCK_BITS
 
 
 def bytes_of_row(name: str, k: int) -> int:
-    """Of k columns in blocks of type `name`, k a multiple of 32: the codes, and a float16 scale a block."""
+    """Bytes of k columns in blocks of type `name`, k a multiple of 32: the codes, and a float16 scale per block."""
     return k // BLOCK * BLOCK_BITS[name] * BLOCK // 8 + k // BLOCK * 2
 
 

@@ -36,7 +36,7 @@ class Bands:
 
     @property
     def codes(self) -> Tensor:
-        """Of the first part."""
+        """Those of the first part."""
         return self.parts[0].codes
 
     @property
@@ -210,7 +210,7 @@ def _suffix(name: str, index: int) -> str:
 
 
 def _of_part(values: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Those of part `index`, under their own names."""
+    """The values of part `index`, without the part's number in their names."""
     end = f"_{index}"
     return {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
 

@@ -30,7 +30,7 @@ class Container(Protocol):
 
     @property
     def bits(self) -> int | float:
-        """Of a code; a quarter of a bit counts too."""
+        """Bits of a code: a whole number, or with quarters."""
         ...
 
     @property

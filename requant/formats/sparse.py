@@ -311,7 +311,7 @@ def tile_counts(sparse: Sparse) -> Int64[Tensor, "n t"]:
 
 
 def entry_tiles(counts: Int64[Tensor, "n t"]) -> Int64[Tensor, " z"]:
-    """For every residual in stored order, the running number `row * tiles + tile` of its tile."""
+    """The running number `row * tiles + tile` of the tile of every residual, in stored order."""
     return torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts.flatten())
 
 

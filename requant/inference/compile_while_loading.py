@@ -42,8 +42,10 @@ def compile_while_loading(
 def expected_layouts(
     specs: Mapping[str, PackedSpec], device: torch.device
 ) -> Iterator[Layout | TrellisLayout]:
-    """Those of `convert.py`, each combination of specs once; matrices with residuals, of which no spec tells how they lie,
-    are left out."""
+    """The layouts that `convert.py` will make, each combination of specs once.
+
+    Matrices with residuals are left out: no spec says where their residuals lie.
+    """
     seen = set()
     for names in siblings(specs):
         own = tuple(specs[name] for name in names)

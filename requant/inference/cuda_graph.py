@@ -13,8 +13,7 @@ import torch
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """For what goes before a capture, so that kernels are compiled and libraries set up outside of it; ends when the device
-    has done it."""
+    """A stream for the warm-up before a capture, which compiles kernels and sets up libraries; waits for the device."""
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

@@ -103,7 +103,7 @@ class Decoder:
         return self.logits
 
     def _prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
-        """Through the model itself."""
+        """The last logits of the prompts, by the model itself."""
         before = self.count
         self.text = torch.cat([self.text, tokens], dim=1) if before else tokens
         return (
@@ -191,7 +191,7 @@ class Decoder:
             self.cache.add(tokens)
 
     def _keep(self, logits: Tensor) -> None:
-        """Into the tensors that a graph reads and writes."""
+        """Copy logits, and their argmax, to the tensors that a graph reads and writes."""
         if self.logits.shape != logits.shape:
             self.logits, self.tokens = logits.clone(), argmax_by_parts(logits)
         else:

@@ -79,7 +79,7 @@ class FusedPrefill:
     def _replayed(
         self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, graphs: PromptGraphs
     ) -> Float[Tensor, "b v"] | None:
-        """By a graph of a padded length, where one pays and there are fused blocks for as many rows."""
+        """Logits by a graph of a padded length; None where it would not pay, or no fused block takes so many rows."""
         b, t = tokens.shape
         if self.found.get(kind_of(b * t)) is None:
             return None
@@ -102,7 +102,7 @@ class FusedPrefill:
     def _compared(
         self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, kind: int
     ) -> Float[Tensor, "b v"]:
-        """By the model itself, with what is fused compared beside it, on tokens [:s, :n]."""
+        """Logits by the model itself; the fused blocks are compared with it on an excerpt, tokens [:s, :n]."""
         b, t = tokens.shape
         n = min(t, EXCERPT)
         s = min(b, -(-EXCERPT // n))
@@ -148,7 +148,7 @@ def kind_of(rows: int) -> int:
 def own_logits(
     model: Any, tokens: Int64[Tensor, "b t"], cache: Any, keep: int | Tensor = 1
 ) -> Float[Tensor, "b k v"]:
-    """By the model's own forward: of the last `keep` tokens, or of those at the places `keep`."""
+    """Logits by the model's own forward: of the last `keep` tokens, or of the tokens at the positions `keep`."""
     return model(tokens, **with_cache(model, cache), logits_to_keep=keep).logits
 
 

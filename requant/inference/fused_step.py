@@ -177,7 +177,7 @@ def attention(
     position: Tensor,
     past: int | None,
 ) -> Float[Tensor, "b d"]:
-    """Of one token of every sequence, or of prompts, over a layer of the cache, to which it is added."""
+    """Attention of one token per sequence, or of prompts, over a layer of the cache, which takes their keys and values."""
     head_dim, key_heads = layer.keys.shape[-1], layer.keys.shape[1]
     sizes = (module.o_proj.in_features, key_heads * head_dim, key_heads * head_dim)
     q, k, v = parts(module, ("q_proj", "k_proj", "v_proj"), "qkv_proj", y, sizes)

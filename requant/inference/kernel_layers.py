@@ -42,7 +42,7 @@ class KernelLinear(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the operands."""
+        """The names of the operands."""
         return TRELLIS_OPERANDS if self.trellis else OPERANDS
 
     @property
@@ -116,7 +116,7 @@ class BandedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
-        """Of the band that each token belongs to: all bands are asked, since a graph that is captured cannot choose."""
+        """The row of every token, from the band it belongs to: all bands are asked, since a captured graph cannot choose."""
         bands = self._bands()
         if self.rotates_once:
             return _trellis_rows(bands, tokens.reshape(-1), dtype).view(*tokens.shape, self.in_features)
@@ -140,7 +140,7 @@ class BandedLinear(nn.Module):
 def _trellis_rows(
     bands: Sequence[KernelLinear], tokens: Int[Tensor, " m"], dtype: torch.dtype
 ) -> Float[Tensor, "m k"]:
-    """Of trellises one below the other, by one operator, so that the compiler sees their buffers."""
+    """Rows of trellises that lie one below the other, by one operator, so that the compiler sees their buffers."""
     first = bands[0]
     return torch.ops.requant.trellis_lookup(
         tokens, dtype, [band.packed_codes for band in bands], first.input_scales,

@@ -77,7 +77,7 @@ def windows_at_once(model: PreTrainedModel, length: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, length: int) -> int:
-    """Of the keys and values of one window, in 16 bits."""
+    """Bytes of the keys and values of one window, in 16 bits."""
     sizes = attention_sizes(model.config)
     return max(1, 2 * 2 * length * sum(size.key_heads * size.head_dim for size in sizes))
 

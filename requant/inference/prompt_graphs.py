@@ -44,7 +44,7 @@ Read = Callable[[Int64[Tensor, "b n"], Int64[Tensor, "1"] | None], Float[Tensor,
 
 
 class PromptGraphs:
-    """Of the prompts that begin the texts of one cache, whose keys and values the graphs write."""
+    """The graphs of prompts that begin a text of one cache, into which they write keys and values."""
 
     def __init__(self) -> None:
         self.prompts: Counter[int] = Counter()  # by padded length, until there is a graph

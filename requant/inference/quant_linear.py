@@ -123,7 +123,7 @@ def store_guard(destination: dict[str, Any], prefix: str) -> None:
 
 
 def refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
-    """In place of `_save_to_state_dict` of a layer that holds no tensor of the checkpoint. Raises OutputError."""
+    """Replaces `_save_to_state_dict` of a layer that holds no tensor of the checkpoint. Raises OutputError."""
     raise OutputError(
         "this model holds its matrices as the kernels read them, not as a checkpoint stores them; load it with "
         "device='cpu' and save that one."

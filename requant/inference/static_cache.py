@@ -54,7 +54,7 @@ class SharedLengthCache(StaticCache):
         self.length.zero_()  # not every release of transformers resets what its own layers do not have
 
     def add(self, tokens: int) -> None:
-        """So many tokens of every sequence have gone through the model."""
+        """Count tokens of every sequence that have gone through the model."""
         self.length.add_(tokens)
 
 

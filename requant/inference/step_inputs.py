@@ -18,7 +18,7 @@ Inputs = tuple[Float[Tensor, "b d"], Float[Tensor, "b head_dim"], Float[Tensor, 
 
 
 class RowInputs:
-    """Of a plain embedding and fixed angles: one launch."""
+    """Inputs of a step from a plain embedding and fixed angles: one launch."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.embedding = model.get_input_embeddings()
@@ -31,7 +31,7 @@ class RowInputs:
 
 
 class AngleInputs:
-    """Of any embedding and fixed angles: its own launches, and one."""
+    """Inputs of a step from any embedding and fixed angles: the embedding's own launches, and one more."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.embedding = model.get_input_embeddings()
@@ -45,7 +45,7 @@ class AngleInputs:
 
 
 class ModelInputs:
-    """By the model's own modules, whatever they are."""
+    """Inputs of a step by the model's own modules, whatever they are."""
 
     def __init__(self, model: Any) -> None:
         self.embedding, self.rotary = model.get_input_embeddings(), model.base_model.rotary_emb

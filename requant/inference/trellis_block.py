@@ -63,7 +63,7 @@ class TrellisBlock:
         return self.after_attention(x, output.flatten(1))
 
     def before_attention(self, x: Float[Tensor, "b d"], delta: Product | None) -> list[Product]:
-        """Of q, k and v, of the norm of x + delta, which x becomes."""
+        """The products of q, k and v with the norm of x + delta; x becomes that sum."""
         return self.qkv.products(self.qkv.normalized(x, delta, self.block.input_layernorm))
 
     def after_attention(self, x: Float[Tensor, "b d"], output: Float[Tensor, "b d"]) -> Product:
@@ -136,7 +136,7 @@ MATRICES = (
 
 
 def head_norms(attention: Any) -> dict[str, Any]:
-    """Of q and k, as the kernels of RoPE take them; nothing where there are none."""
+    """The norms of q and k as the kernels of RoPE take them; empty for a model without."""
     if not hasattr(attention, "q_norm"):
         return {}
     return {

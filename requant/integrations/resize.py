@@ -26,7 +26,7 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """As transformers' own; raises ModelError for another size of what is coded."""
+    """transformers' method of that name; raises ModelError for another size of an embedding or head that has codes."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     coded = any(isinstance(module, QuantEmbedding) for module in model.modules())  # a token table may be, too
     if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and not coded:

@@ -232,7 +232,7 @@ def fused_class(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_layers(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
-    """Those of a model that may be fused. Raises ValueError for another, with the reason."""
+    """The layers of a model that may be fused. Raises ValueError, with the reason, for one that may not."""
     if os.environ.get(FUSE) == "0":
         raise ValueError(f"{FUSE} is 0")
     parallel = vllm_config.parallel_config
@@ -366,7 +366,7 @@ def _plain(layer: Any, x: Tensor, delta: Tensor, attended: Tensor, positions: Te
 
 @contextmanager
 def _attention_gives(module: Any, attended: Tensor) -> Iterator[list[Tensor]]:
-    """In place of its attention a module has one that always gives `attended`; yields the q, k and v that it is asked."""
+    """Replace a module's attention by one that always returns `attended`; yields the q, k and v that it is called with."""
     seen: list[Tensor] = []
 
     class Attention(nn.Module):

@@ -14,7 +14,8 @@ LOOKS = "find_packed_sequence_indices"  # positions [b, t] -> the text of every 
 
 @contextmanager
 def one_text_a_row() -> Iterator[None]:
-    """Nothing is packed while the context lasts, so nobody looks. A transformers without that function is left as it is."""
+    """Keep transformers from looking for packed texts while the context lasts: there are none. Where a version has no such
+    function, nothing changes."""
     before = getattr(masking_utils, LOOKS, None)
     if before is None:
         yield

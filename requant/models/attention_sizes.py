@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class AttentionSizes(NamedTuple):
-    """Of one block."""
+    """Heads of queries, heads of keys and values, and their dimension, of one block."""
 
     heads: int
     key_heads: int
@@ -15,7 +15,7 @@ class AttentionSizes(NamedTuple):
 
 
 def attention_sizes(config: Any) -> list[AttentionSizes]:
-    """Of every block that may have attention; of a model without heads none."""
+    """The sizes of every block that may have attention; empty for a model without heads."""
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         return [size for block in text.per_layer_config for size in _sizes(block)]

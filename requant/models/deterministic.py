@@ -29,7 +29,7 @@ _demanded: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def demand_deterministic_gradients(model: PreTrainedModel, demanded: bool) -> None:
-    """From now on `deterministic(model)` has an effect, or none; on a CPU nothing differs anyway.
+    """Whether `deterministic(model)` has an effect from now on; a CPU is deterministic anyway.
 
     Call it before hooks are registered, for it runs the model. Raises ModelError for a model on the host, and where an
     operation has no deterministic implementation.

@@ -42,9 +42,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Pace:
-    """To be called after every step of a loop: Python is never more than AHEAD steps before the GPU.
+    """Keeps Python at most AHEAD steps before the GPU; call it after every step of a loop.
 
-    So steps are prepared while it works, what the progress shows has nearly been done, and few inputs wait in pinned memory.
+    Steps are still prepared while the GPU works, but the progress shows what has nearly been done, and few inputs wait in
+    pinned memory.
     """
 
     AHEAD = 2

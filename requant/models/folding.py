@@ -73,7 +73,7 @@ def rotated_targets(targets: Sequence[QuantTarget]) -> list[QuantTarget]:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Of its own."""
+    """Whether the module has parameters of its own."""
     return next(module.parameters(recurse=False), None) is not None
 
 

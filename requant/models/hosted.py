@@ -44,7 +44,7 @@ class HostedMatrix:
         return self.oriented(self.stored)
 
     def set_source(self, source: Source) -> None:
-        """From now on the matrix is `source`, rounded to the parameter's dtype."""
+        """Make `source`, rounded to the parameter's dtype, the matrix from now on."""
         self.source = source
         self.changed()
 
@@ -198,7 +198,7 @@ _hosted: WeakKeyDictionary[nn.Module, HostedBlocks] = WeakKeyDictionary()
 
 
 def hosted_blocks(model: nn.Module) -> HostedBlocks | None:
-    """Those of a model whose matrices are on the host; None for another."""
+    """The blocks of a model whose matrices are on the host; None for any other model."""
     return _hosted.get(model)
 
 

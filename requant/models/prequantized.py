@@ -63,7 +63,7 @@ class FloatTensor:
 
     @property
     def bytes(self) -> int:
-        """In the weight files, scales included."""
+        """Bytes in the weight files, scales included."""
         return self.stored[1].bytes + (0 if self.scales is None else self.scales[1].bytes)
 
 
@@ -292,7 +292,7 @@ class _View:
         return stored
 
     def _block_size(self) -> tuple[int, int] | None:
-        """Of config.json; None: one scale a matrix."""
+        """Rows and columns that share a scale, from config.json; None: one scale per matrix."""
         size = self.entry.get("weight_block_size")
         if size is None:
             return None
@@ -331,7 +331,7 @@ def _layout(
 
 
 def float_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """In which the model computes."""
+    """The dtype in which the model computes."""
     text = config.get("text_config")
     for each in (config, text if isinstance(text, dict) else {}):
         name = str(each.get("dtype", each.get("torch_dtype"))).removeprefix("torch.")

@@ -59,7 +59,7 @@ class Rotation:
         return scaled_hadamard(x.unflatten(-1, (-1, head_dim)), before=signs).flatten(-2)
 
     def signs(self, x: Float[Tensor, "*m d"]) -> Float[Tensor, " d"]:
-        """Of the stream."""
+        """The signs by which the residual stream is rotated."""
         return cached_signs(x.shape[-1], 2 * self.seed, x.device)
 
 

@@ -69,12 +69,12 @@ class QuantTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where its block is computed."""
+        """The device that computes its block."""
         return self.parameter.device
 
     @property
     def codes_device(self) -> torch.device:
-        """Where its codes are kept: a hosted matrix's on the host too."""
+        """The device that keeps its codes: the host for a hosted matrix."""
         return self.device if self.hosted is None else torch.device("cpu")
 
     def weight(self) -> Float[Tensor, "n k"]:

@@ -71,7 +71,7 @@ def long_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 
 @torch.no_grad()
 def _called_with_tokens(model: PreTrainedModel, candidates: dict[str, nn.Embedding]) -> list[str]:
-    """Those that the model calls with most of the tokens that it is given; special ones it may replace."""
+    """The candidates that the model calls with most of the tokens that it is given; it may replace special ones."""
     embedding: Any = model.get_input_embeddings()
     rows = min(table.num_embeddings for table in (embedding, *candidates.values()))
     ids = torch.tensor([ASKED], device=model.device) * rows // 8

@@ -60,8 +60,10 @@ def with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:
 def own_windows_of(
     model: PreTrainedModel, recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]
 ) -> int:
-    """As many as the recipe says, or as its training needs beside these; none of a model whose decoding steps are no CUDA
-    graphs: they wait for the host, thousands of times."""
+    """How many windows the original is to write: as the recipe says, or as many as its training needs beside `windows`.
+
+    None by default where decoding steps cannot be CUDA graphs: each would wait for the host, thousands of times.
+    """
     if not recipe.finetune.trains:
         return 0
     if recipe.finetune.own_windows is not None:

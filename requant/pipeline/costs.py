@@ -85,13 +85,15 @@ class Costs:
         self.by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
 
     def forward(self, tokens: int, *, batch: int | None = None) -> float:
-        """In batches of so many tokens; None: of as many as the logits allow."""
+        """A forward pass, in batches of so many tokens; None: of as many as the logits allow."""
         launching = self._blocks_of_batches(tokens, batch) * LAUNCH_SECONDS[0]
         return max(2 * self.parameters * tokens / self.rate, launching) + self.brought
 
     def backward(self, tokens: int, share: float = 1.0, *, of_weights: bool = True) -> float:
-        """Through all blocks, and back through a share of them, which large models compute once more for that; gradients
-        `of_weights` are as much arithmetic as those of inputs."""
+        """A pass through all blocks, and back through a `share` of them, which large models compute once more for that.
+
+        Gradients `of_weights` take as much arithmetic as those of inputs.
+        """
         again = self.parameters >= RECOMPUTE_ABOVE
         back = 1 + of_weights + again
         forth, gradients = LAUNCH_SECONDS
@@ -136,7 +138,7 @@ class Costs:
         return weights * self.method.seconds_per_weight[self.device] / self.threads
 
     def own_text(self) -> float:
-        """Of the windows that the original model writes."""
+        """Writing the windows of the original model's own text."""
         prepared, length = self.prepared, self.prepared.train_windows.shape[1]
         arithmetic = self.forward(prepared.own_windows * length)
         steps_of_few = arithmetic * FULL_STEP / windows_at_once(prepared.model, length)
@@ -162,8 +164,8 @@ class Costs:
         return COMPILE_SECONDS * self.compiled
 
     def states(self) -> float:
-        """Of the original's last hidden states: block by block those of all windows before the first step, else as steps
-        come to them."""
+        """The original's last hidden states: of all windows before the first step if training goes block by block, else as
+        steps come to them."""
         count, length = windows_to_train(self.prepared)
         seen = self.steps * tokens_of_step(self.prepared, self.recipe)
         windows = windows_without_logits(length, gpu=self.device == "cuda")
@@ -172,13 +174,13 @@ class Costs:
         )
 
     def decoding(self, times: float) -> float:
-        """To make floats of all codes so many times, as every GPU does that holds a whole model."""
+        """Dequantizing all codes so many times, as every GPU does that holds a whole model."""
         if self.device != "cuda":
             return 0.0
         return times * sum(target.size for target in self.prepared.targets) * DECODE_SECONDS
 
     def decodings_of_diagnosis(self) -> float:
-        """How many times a GPU makes floats of all codes: for the step that the gradients of every batch are multiplied by,
+        """How many times a GPU dequantizes all codes: for the step that the gradients of every batch are multiplied by,
         at every node of PQI, and once to leave the model quantized after each score and each kind of dF."""
         prepared, gpus = self.prepared, count_gpus(self.prepared)
         count, length = prepared.windows.shape

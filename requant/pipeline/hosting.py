@@ -51,25 +51,25 @@ def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:
-    """Of all floats."""
+    """Bytes of all parameters of a model."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int:
-    """Of what is never on the host: embedding, head, norms, biases, matrices that are skipped."""
+    """Bytes of what is never on the host: embedding, head, norms, biases, matrices that are skipped."""
     return parameter_bytes(model) - hosted_bytes(targets)
 
 
 def hosted_bytes(targets: Sequence[QuantTarget]) -> int:
-    """Of the matrices' floats."""
+    """Bytes of the matrices' floats."""
     return sum(target.size * target.parameter.element_size() for target in targets)
 
 
 def bytes_on_host(targets: Sequence[QuantTarget], folder: Path, *, gpus: int) -> int:
-    """Of the matrices' floats in the host's memory, of the processes of all `gpus`.
+    """Bytes of the matrices' floats in the host's memory, in the processes of all `gpus` together.
 
-    They share what is a view of the weight files in `folder`. Experts, which are copied one by one (`models/experts.py`),
-    and what is no float of the model's dtype in the files, each has for itself.
+    Processes share what is a view of the weight files in `folder`. Each has its own copy of experts, which are copied one
+    by one (`models/experts.py`), and of what the files do not hold as floats of the model's dtype.
     """
     dtypes = stored_float_dtypes(folder)
     return sum(
@@ -89,12 +89,12 @@ def block_statistics(targets: Sequence[QuantTarget], needs: frozenset[str]) -> i
 
 
 def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
-    """That predicted losses and codes of a matrix are made in, beside its statistics."""
+    """Bytes that predicting the loss of a matrix and quantizing it take beside its statistics, at most."""
     return max(working_bytes(target, needs) for target in targets)
 
 
 def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
-    """Of the largest matrix, in float32 three times: what scores are made of."""
+    """Bytes that the scores of the largest matrix are computed in: three times its size in float32."""
     return 12 * max(target.size for target in targets)
 
 

@@ -87,7 +87,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
-    """Of the fullest phase: one after every round of mode `best`, else one at the end."""
+    """Bytes of the fullest phase of training: one after every round of mode `best`, else one at the end."""
     if not recipe.finetune.trains:
         return 0
     return fullest_phase(

@@ -116,7 +116,7 @@ def _hosts_shapes(
 def _empty_windows(
     folder: Path, recipe: Recipe
 ) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "p t"], Int64[Tensor, "e c"]]:
-    """As many as the recipe asks for and the texts hold: for statistics, for training and for evaluation."""
+    """Windows for statistics, for training and for evaluation: as many as the recipe asks for and the texts hold."""
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     there, eval_there = windows_there(folder, recipe)

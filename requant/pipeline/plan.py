@@ -228,7 +228,7 @@ def _widths(targets: Sequence[QuantTarget], allocation: Allocation) -> dict[str,
 
 
 def _text_names(prepared: Prepared | Outline, recipe: Recipe) -> tuple[str, str]:
-    """Of calibration and evaluation; of an outline as they were given, for the usual texts are not looked up."""
+    """Names of the texts for calibration and evaluation; an outline has them as they were given, and looks nothing up."""
     if isinstance(prepared, Prepared):
         return prepared.calibration.name, prepared.evaluation.name
     calibration, evaluation = (

@@ -207,7 +207,7 @@ def _find_model(
 
 
 def _tokenizer(source: Path | None) -> PreTrainedTokenizerBase:
-    """That of the model's folder."""
+    """The tokenizer of the model's folder."""
     if source is None:
         raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
     return load_tokenizer(str(source))
@@ -228,7 +228,7 @@ def _hosted_where_too_large(found: _Found, recipe: Recipe, *, device: str, dtype
 def _read_texts(
     source: Path | None, recipe: Recipe, text: str | Path | Sequence[str] | None
 ) -> tuple[Text | None, Text | None]:
-    """For calibration, None where the model is to write it; for evaluation, None where a part of that is held out."""
+    """The text for calibration, None where the model is to write it, and for evaluation, None where a part is held out."""
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     evaluation = evaluation_text(source, recipe, given)
     return calibration_text(source, recipe, given), evaluation

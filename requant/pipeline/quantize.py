@@ -276,7 +276,7 @@ def recipe_for(
 def finetuned(
     run: RunContext, weights: Weights, embedding_and_head: QuantizedEmbeddingAndHead
 ) -> tuple[Weights, QuantizedEmbeddingAndHead]:
-    """Both after the last finetuning phase, from the workspace where an earlier run finished it."""
+    """Matrices, embedding and head after the last training, from the workspace where an earlier run finished it."""
     progress.enter("fine-tuning")
     result = load_stage(run, "finetuned", embedding_and_head.parameters)
     if result is None:

@@ -21,7 +21,7 @@ QUICKER_METHOD = "lut"
 
 
 def warn_of_a_slow_run(prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
-    """Nothing is said of a GPU."""
+    """Warn of a run on a CPU that takes more than SLOW_RUN seconds."""
     seconds = expected_seconds(prepared, recipe, device) if device == "cpu" else 0.0
     if seconds <= SLOW_RUN:
         return

@@ -77,13 +77,13 @@ def _allocation(costs: Costs) -> Stage:
 
 
 def _codes(costs: Costs, name: str, targets: Sequence[QuantTarget], *, kept: bool, coded: int = 0) -> Stage:
-    """With their statistics, unless they are `kept`, beside the codes of so many other weights."""
+    """Making codes, and statistics unless these are `kept`; so many other weights are `coded` already."""
     seconds = costs.codes(targets) + (0.0 if kept else costs.statistics(targets, coded=coded))
     return Stage(name=name, kind="codes", seconds=seconds)
 
 
 def _rounds(costs: Costs) -> Iterator[Stage]:
-    """Of mode `best`; the training after the last one is a stage of its own."""
+    """The rounds of mode `best`; the training after the last one is a stage of its own."""
     targets = costs.prepared.targets
     rounds = rounds_of(targets, costs.recipe.finetune.rounds)
     whole = uncoded = sum(target.size for target in targets)
@@ -108,7 +108,7 @@ def _rounds_leave_states(costs: Costs) -> bool:
 
 
 def _sparse_part(costs: Costs) -> Iterator[Stage]:
-    """Of mode `paper`: outliers and significant weights."""
+    """The sparse part of mode `paper`: outliers and significant weights."""
     detach, passes = costs.recipe.detach, costs.nodes if costs.recipe.sensitivity.score == "pqi" else 1
     scored = costs.backward(costs.windows) * passes
     if detach.outlier_fraction:

@@ -28,7 +28,7 @@ def recipe_targets(model: PreTrainedModel, recipe: Recipe, *, processes: int) ->
 
 
 def warn_of_no_experts(targets: Sequence[QuantTarget], recipe: Recipe) -> None:
-    """Where the recipe sends all tokens to experts that the model does not have."""
+    """Warn where the recipe sends all tokens to experts that the model does not have."""
     if recipe.calibration.all_experts and not any(target.experts for target in targets):
         logger.warning(
             "--all-experts changes nothing here: none of the matrices is an expert's; leave it out."

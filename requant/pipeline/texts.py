@@ -38,7 +38,7 @@ class Texts:
 
 
 def calibration_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
-    """None where the model is to write it."""
+    """The text to calibrate on; None where the model is to write it."""
     if list(given) == [SELF]:
         return None
     if not given:
@@ -47,7 +47,7 @@ def calibration_text(source: Path | None, recipe: Recipe, given: Sequence[str]) 
 
 
 def evaluation_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
-    """None where the calibration text's last tenth is held out for it."""
+    """The text to score; None where the last tenth of the calibration text is held out for that."""
     if recipe.evaluation.text:
         return read_text(recipe.evaluation.text, field=recipe.evaluation.field)
     if given and source != DEMO:

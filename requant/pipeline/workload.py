@@ -15,7 +15,7 @@ from requant.recipe.schema import Recipe
 
 
 def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
-    """Of training."""
+    """Tokens of a training step."""
     count, length = prepared.train_windows.shape
     return length * recipe.finetune.windows_of_step(count + prepared.own_windows, length)
 

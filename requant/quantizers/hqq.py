@@ -149,7 +149,7 @@ def packed_spec(config: HqqConfig, shape: tuple[int, int], *, finetuned: bool = 
 def predicted_losses(
     weight: Float[Tensor, "n k"], stats: LinearStats, config: HqqConfig, widths: Sequence[Bits]
 ) -> Losses:
-    """Those of the grid of `rtn`, from which the fit starts."""
+    """The predicted losses of the grid of `rtn`, from which the fit starts."""
     grid = RtnConfig(bits=config.bits, group_size=config.group_size)
     return rtn.predicted_losses(weight, stats, grid, widths)
 

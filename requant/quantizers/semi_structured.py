@@ -34,7 +34,7 @@ CLIPS = tuple(1 - 0.05 * i for i in range(13))  # at 2 bits the best step clips 
 
 @dataclass(frozen=True, kw_only=True)
 class SemiStructuredConfig:
-    """Of methods that keep weights as they are."""
+    """Options of methods that keep weights as they are."""
 
     bits: int = FLOAT16_BITS
     """Bits of a kept weight: 2 to 8, or 16."""
@@ -49,7 +49,7 @@ class SemiStructuredConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompensatingConfig:
-    """Of methods that compensate errors under the Hessian of the inputs."""
+    """Options of methods that compensate errors under the Hessian of the inputs."""
 
     bits: int = FLOAT16_BITS
     """Bits of a kept weight: 2 to 8, or 16."""

@@ -72,7 +72,7 @@ def _best_shrunk(values: Tensor, importance: Tensor, *, bits: int) -> Grid:
 
 
 def predicted_losses(weight: Float[Tensor, "v d"], uses: Uses, widths: Sequence[Bits]) -> Losses:
-    """From the measured error at MEASURED_BITS."""
+    """Losses extrapolated from the measured error at MEASURED_BITS."""
     codes = quantize(weight, uses, MEASURED_BITS)
     unit = diagonal_loss(weight, codes, uses) * (2**MEASURED_BITS - 1) ** 2
     return {bits: unit / (2**bits - 1) ** 2 for bits in widths}

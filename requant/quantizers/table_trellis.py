@@ -189,7 +189,7 @@ def predicted_losses(weight: Float[Tensor, "v d"], uses: Uses, widths: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class _Band:
-    """Of the loss of a band: `tr(L^-1 H L^-T)`, and by what feedback widens its values."""
+    """What the loss of a band follows from: `tr(L^-1 H L^-T)`, and how much feedback widens its values."""
 
     trace: float
     gain: float

@@ -86,7 +86,7 @@ def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
 
 
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
-    """Those fields of `cls` that `data` gives, each of its type."""
+    """The fields of `cls` that `data` gives, each checked for its type."""
     if not isinstance(data, dict):
         found = "empty" if data is None else repr(data)
         raise RecipeError(f"{where} is {found}; it takes keys with their values, like {{key: value}}.")

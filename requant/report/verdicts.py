@@ -48,7 +48,7 @@ def _damage(run: RunSummary) -> str | None:
 
 
 def _larger_budget(run: RunSummary) -> str:
-    """By the option that the run was given: they exclude one another."""
+    """How to ask for a larger budget: by the option that the run was given, for they exclude one another."""
     if run.budget is None:
         return "more --bits" if run.mode == "sparse" else "more --code-bits"
     return "a larger --size" if run.budget.written == run.bytes_after else "more --bits"

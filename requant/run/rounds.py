@@ -44,7 +44,7 @@ def rounds_of(targets: Sequence[QuantTarget], count: int = ROUNDS) -> list[list[
 
 
 def _halves(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """Those of the first half of the targets' blocks, and the others."""
+    """The targets in the first half of the blocks, and the others."""
     blocks = list(dict.fromkeys(target.block for target in targets))
     first = set(blocks[: (len(blocks) + 1) // 2])
     return [[target for target in targets if (target.block in first) is early] for early in (True, False)]

@@ -31,7 +31,7 @@ def load_weight(
 def load_weights(
     run: RunContext, stage: str, keys: Mapping[str, str], devices: Mapping[str, torch.device]
 ) -> Weights:
-    """Those of these matrices that a finished stage left, on their devices."""
+    """The codes that a finished stage left of these matrices, on their devices; others are missing."""
     found = {name: load_weight(run, stage, keys[name], name, device) for name, device in devices.items()}
     return {name: weight for name, weight in found.items() if weight is not None}
 

@@ -159,7 +159,7 @@ def pass_bytes(
 
 
 def statistics_budget(free: int, beside: int) -> float:
-    """Of the `free` bytes of a device those that statistics may take at once, where `beside` them that much is needed."""
+    """Bytes of a device with so many `free` that statistics may take at once, where other work needs `beside` them."""
     return min(free / 2, USABLE * free - beside)
 
 

@@ -115,7 +115,7 @@ class Answer:
         return self.last
 
     def _logprob(self, logits: Float[Tensor, " v"], count: int) -> TokenLogprob:
-        """That of the last token, with those of the `count` likeliest."""
+        """The log-probability of the last token, with those of the `count` likeliest."""
         found, tokenizer = logits.float().log_softmax(-1), self.stream.tokenizer
         values, tokens = (top.tolist() for top in found.topk(min(count, len(found))))
         texts = [token_text(tokenizer, token) for token in tokens]

@@ -112,7 +112,7 @@ class _Product(torch.autograd.Function):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """That of autocast where it is enabled, else that of x."""
+    """The dtype of a product with x: that of autocast where it is enabled, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
