@@ -54,6 +54,9 @@ def dispatch_group(
     return trellis_group([shape_of(layout, num_tokens) for layout in layouts], device)
 
 
+# Numbers of tokens up to which the same kernel multiplies a trellis, and reads rotated activations in the same form: those
+# of `trellis/gemv.py`, float16, half sums (`pair`), `trellis/gemm_sm90.py`. A test asks all kernels.
+TRELLIS_BOUNDS = (16, 64, 128, 1024)
 _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
 
 

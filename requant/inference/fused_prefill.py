@@ -15,6 +15,7 @@ multiply (`requant_kernels/dispatch.py`). Short prompts may be replays of a grap
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int64
 from requant_kernels.common.compile_ahead import compile_ahead
+from requant_kernels.dispatch import TRELLIS_BOUNDS
 from torch import Tensor
 
 from requant.inference.fused_step import Blocks, agrees, fused_blocks, normalized
@@ -30,8 +32,7 @@ from requant.inference.static_cache import SharedLengthCache
 from requant.inference.step_inputs import has_fixed_angles
 from requant.text.kv_cache import with_cache
 
-FEW, MANY = 16, 1024  # rows beyond which other kernels multiply
-EXCERPT = 1152  # rows that are compared, at least: more than MANY
+EXCERPT = 1152  # rows that are compared, at least: more than all TRELLIS_BOUNDS
 MAX_ROWS = 1 << 15  # of a pass: launches have a row each along a dimension that ends at 65535
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,8 @@ class Held(NamedTuple):
 
 
 def kind_of(rows: int) -> int:
-    """What stands for all numbers of rows that the same kernels multiply."""
-    return 0 if rows <= FEW else 1 if rows <= MANY else 2
+    """What stands for all numbers of rows that the same kernels multiply, and that have the same form."""
+    return bisect_left(TRELLIS_BOUNDS, rows)
 
 
 def own_logits(

@@ -14,7 +14,7 @@ from requant_kernels.common.device import SM90_VARIABLE, supports_pdl
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
 from requant_kernels.launch_tables import read_table, write_table
-from requant_kernels.registry import LAUNCHES
+from requant_kernels.registry import LAUNCHES, TRELLIS_KERNELS, module_of
 from requant_kernels.scalar import gemm_launch, gemm_sm90_launch, gemv_launch
 from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemv_fp16_mma_launch import fp16_mma
@@ -22,6 +22,7 @@ from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig, int8_mma
 from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 from requant_kernels.trellis import gemv_launch as trellis_gemv_launch
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -118,6 +119,25 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
             names = [chosen(trellis, m)[0] for m in (1, 16, 17, 1024, 1025)]
             many = "trellis_gemm_sm90" if sm90 else "trellis_dense"
             assert names == ["trellis_gemv", "trellis_gemv", many, many, "trellis_dense"]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("bits", [2, 3.5])
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_between_bounds_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch, code: str, bits: float, gpu: str
+) -> None:
+    """Who rotates activations for one number of tokens may do so for all up to the next bound."""
+    pretend(monkeypatch, gpu)
+    layout = pack_trellis(*random_trellis(32, 256, bits, "cpu"), bits=bits, code=code)
+    bounds = (0, *dispatch.TRELLIS_BOUNDS, 1 << 15)
+    for first, last in itertools.pairwise(bounds):
+        found = set()
+        for m in {first + 1, first + 2, (first + last) // 2, last - 1, last}:
+            name = chosen(layout, m)[0]
+            module = module_of(next(k for k in TRELLIS_KERNELS if k.name == name))
+            found.add((name, module.activation_form(layout, m)))
+        assert len(found) == 1, (first, last)
 
 
 def test_every_layout_has_a_kernel_without_a_gpu() -> None:

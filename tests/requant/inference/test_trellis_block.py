@@ -88,6 +88,22 @@ def test_fused_prompts_give_the_same_logits(
 
 
 @pytest.mark.gpu
+def test_prompts_may_be_longer_or_shorter_than_those_that_were_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`pair` reads half sums up to 128 rows, and others from there on."""
+    monkeypatch.setattr("requant.inference.kernel_check.TOKENS", (40,))
+    model = random_trellises("qwen2", "pair")
+    fused, plain = (Decoder(model, length=320, fused=fused) for fused in (True, False))
+    for length in (60, 60, 60, 300, 90, 300, 300, 90, 90, 20, 90):
+        tokens = torch.randint(0, 256, (1, length), device="cuda")
+        wanted, got = plain.prefill(tokens), fused.prefill(tokens)
+        assert ((got - wanted).norm() / wanted.norm()).item() < 3e-2, length
+        fused.reset(), plain.reset()
+    assert len(fused.fused_prefill.found) == 3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
     ("code", "batch"), [("mul1", 1), ("mul1", 5), ("mul1", 40), ("pair", 5), ("pair", 40)]
