@@ -2,10 +2,10 @@
 
     python3 kernels/bench/trellis_gemm.py --out eval/results/trellis-gemm-h200.json
 
-For every code, matrix and number of tokens: today's launch, others, `pair` decoded as half sums, torch in bfloat16, and
-dequantizing for cuBLAS. `us` is the multiplication alone, `all_us` includes both rotations, the last of which reduces
-split-K. Error: relative, of the product, against the dequantized matrix in float32. Times are microseconds, from
-`common/timing.py`.
+For every code, matrix and number of tokens: today's launch in float16, others, `pair` decoded as half sums, int8, torch in
+bfloat16, and dequantizing for cuBLAS. `us` is the multiplication alone, `all_us` includes both rotations, the last of
+which reduces split-K. Error: relative, of the product, against the dequantized matrix in float32. Times are microseconds,
+from `common/timing.py`.
 
 Processes compile all kernels at once. A child process measures, and is killed if it reports nothing for four seconds; a
 launch that hangs is left out of all further rows.
@@ -27,7 +27,7 @@ from requant_kernels.common import compile_ahead
 from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis import dequantize, gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis import dequantize, gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
@@ -36,9 +36,10 @@ MATRICES = {  # rows, columns, rows of the matrices that were joined
     "qkv": (6144, 4096, (4096, 1024, 1024)), "o": (4096, 4096, ()), "gate_up": (28672, 4096, (14336, 14336)),
     "down": (4096, 14336, ()),
 }  # fmt: skip
-TOKENS = (32, 64, 128, 256, 512)
-CODES = {("mul1", 2): TOKENS, ("pair", 2): TOKENS, ("mul1", 3): (64, 512), ("mul1", 4): (64, 512)}
+TOKENS = (32, 64, 128, 256, 512, 1024, 4096)
+CODES = {("mul1", 2): TOKENS, ("pair", 2): TOKENS, ("mul1", 3): TOKENS, ("mul1", 4): (64, 512)}
 START, SILENCE, SMS = 15.0, 4.0, 132
+HALF_SUM_TOKENS = gemm_sm90.HALF_SUM_TOKENS  # of the kernel, before rows change it
 
 
 def candidates(m: int) -> dict[str, tuple[GemmSm90Config, int]]:
@@ -81,25 +82,36 @@ def random_layout(code: str, bits: int, n: int, k: int, parts: tuple[int, ...] =
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """`config` None: dequantize for cuBLAS. `sums`: `pair` is decoded as half sums."""
+    """`config` None: dequantize for cuBLAS. `sums`: `pair` is decoded as half sums. `int8`: the product quantizes
+    activations too."""
 
     name: str
     config: GemmSm90Config | None = None
     sums: bool = False
+    int8: bool = False
+
+
+only: set[str] = set()  # names of the launches that are timed, if any
 
 
 def launches(matrix: str, code: str, bits: int, m: int) -> list[Launch]:
     """Everything timed for a matrix, a code and a number of tokens."""
     n, k, _ = MATRICES[matrix]
     now = today(code, bits, n, k, m)
-    found = [Launch(name="now", config=now), Launch(name="dense")]
-    for name, (config, ctas) in candidates(m).items():
-        for split_k in splits(config, ctas, n, k, m):
-            if (own := replace(config, split_k=split_k)) != now:
-                found.append(Launch(name=name, config=own))
+    found = [Launch(name="dense")]
+    if m <= gemm_sm90.MAX_TOKENS:
+        found.append(Launch(name="now", config=now))
+        for name, (config, ctas) in candidates(m).items():
+            for split_k in splits(config, ctas, n, k, m):
+                if (own := replace(config, split_k=split_k)) != now:
+                    found.append(Launch(name=name, config=own))
     if code == "pair":
         found += [replace(launch, name=launch.name + " sums", sums=True) for launch in found if launch.config]
-    return found
+    if m >= gemm_int8.MIN_TOKENS and bits <= gemm_int8.MAX_BITS:
+        config = gemm_int8_launch.trellis_gemm_int8(Shape(code, bits, n, k, m), torch.device("cpu"))
+        sums = code == "pair" and m <= HALF_SUM_TOKENS
+        found.append(Launch(name="int8", config=config, sums=sums, int8=True))
+    return [launch for launch in found if not only or launch.name in only]
 
 
 def num_splits(config: GemmSm90Config, k: int) -> int:
@@ -121,8 +133,8 @@ def jobs() -> list[tuple[Any, ...]]:
                     count = num_splits(launch.config, k)
                     half = count == 1 and m > gemm_sm90.MAX_FLOAT32_TOKENS
                     config = replace(launch.config, split_k=min(count, 2))
-                    found["product", code, bits, m, config, launch.sums] = None
-                    found["input", k, m, launch.sums] = None
+                    found["product", code, bits, m, config, launch.sums, launch.int8] = None
+                    found["input", k, m, launch.sums, launch.int8] = None
                     found["rotate", matrix, m, count, half] = None
     return list(found)
 
@@ -135,18 +147,21 @@ def compile_one(job: tuple[Any, ...]) -> str:
         if job[0] == "dense":
             dequantize.dequantize(random_layout(job[1], job[2], 256, 1024), asm=True)
         elif job[0] == "product":
-            code, bits, m, config, sums = job[1:]
+            code, bits, m, config, sums, int8 = job[1:]
             gemm_sm90.HALF_SUM_TOKENS = m if sums else 0
             x = torch.zeros(m, 1024, device="cuda", dtype=torch.float16)
-            gemm_sm90.product(
+            kernel: Any = gemm_int8 if int8 else gemm_sm90
+            kernel.product(
                 RotatedActivations(values=x, scales=None), random_layout(code, bits, 256, 1024), config
             )
         elif job[0] == "input":
-            k, m, sums = job[1:]
+            k, m, sums, int8 = job[1:]
             gemm_sm90.HALF_SUM_TOKENS = m if sums else 0
             x = torch.empty(m, k, device="cuda", dtype=torch.float16)
             layout = random_layout("pair", 2, 256, k)
-            gemm_sm90.rotated_activations(x, layout)
+            given = rotated(x, layout)
+            if int8:
+                gemm_int8.quantize(given)
             rotate_input(x, layout, k, asm=True)
         else:
             matrix, m, count, half = job[1:]
@@ -167,6 +182,13 @@ def compile_one(job: tuple[Any, ...]) -> str:
 def graph_time(calls: list[Callable[[], object]]) -> float:
     """Microseconds per call, with a cold L2."""
     return cold_time(calls, replays=3).median
+
+
+def rotated(x: torch.Tensor, layout: TrellisLayout) -> RotatedActivations:
+    """In the form of the GEMM for this many tokens."""
+    if x.shape[0] <= gemm_sm90.MAX_TOKENS:
+        return gemm_sm90.rotated_activations(x, layout)
+    return RotatedActivations(values=rotate_input(x, layout, layout.k, asm=True), scales=None)
 
 
 def total(product: torch.Tensor) -> torch.Tensor:
@@ -209,9 +231,9 @@ def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str,
                 }
                 say(row | {"us": None})
                 try:
-                    multiply: Any = gemm_sm90.product
-                    whole: Any = gemm_sm90.gemm_sm90
-                    given = gemm_sm90.rotated_activations(x, layout)
+                    multiply: Any = gemm_int8.product if launch.int8 else gemm_sm90.product
+                    whole: Any = gemm_int8.gemm_int8 if launch.int8 else gemm_sm90.gemm_sm90
+                    given = rotated(x, layout)
                     if config is None:
                         multiply, whole = dequantize.product, dequantize.matmul
                         given = RotatedActivations(values=rotate_input(x, layout, k, asm=True), scales=None)
@@ -239,7 +261,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("trellis-gemm-h200.json"))
     parser.add_argument("--seconds", type=float, default=58)
-    out, seconds = vars(parser.parse_args()).values()
+    parser.add_argument("--only", nargs="*", default=[], help="names of launches: now, dense, int8, now sums")
+    out, seconds, names = vars(parser.parse_args()).values()
+    only.update(names)
     began = time.monotonic()
     fork = multiprocessing.get_context("fork")
     todo = jobs()

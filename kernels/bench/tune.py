@@ -28,6 +28,7 @@ from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.gemm_int8 import MAX_BITS, MIN_TOKENS
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
@@ -42,11 +43,14 @@ def layout_of(shape: Shape) -> Any:
     return random_layout(name, shape.bits, shape.n, shape.k, 0.01 if sparse else 0.0)
 
 
-def kernels_of(format: str, tokens: int) -> tuple[str, ...]:
-    """The kernels that compete for a format and a number of tokens."""
+def kernels_of(format: str, bits: float, tokens: int) -> tuple[str, ...]:
+    """The kernels that compete for a format, its bits and a number of tokens."""
     sm90 = supports_sm90(torch.device("cuda", torch.cuda.current_device()))
     if format in CODES:
-        return ("trellis_gemv",) if tokens <= 16 else ("trellis_gemm_sm90",) if sm90 else ()
+        if tokens <= 16 or not sm90:
+            return ("trellis_gemv",) if tokens <= 16 else ()
+        int8 = tokens >= MIN_TOKENS and bits <= MAX_BITS and CODES[format].byte_sums
+        return ("trellis_gemm_int8",) if int8 else ("trellis_gemm_sm90",)
     if tokens <= 16:
         return FEW_TOKENS if sm90 else ("gemv",)
     return ("gemm_sm90",) if sm90 else ("gemm",)
@@ -105,7 +109,7 @@ def main() -> None:
                 shape = Shape(format, bits, n, k, m_bucket(tokens))
                 launches = [
                     Candidate(kernel, config)
-                    for kernel in kernels_of(format, tokens)
+                    for kernel in kernels_of(format, bits, tokens)
                     for config in candidates(kernel, shape)
                 ]
                 jobs.append((shape, tokens, launches))

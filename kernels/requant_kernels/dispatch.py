@@ -12,7 +12,10 @@ device decide, never timing inside a call.
     | 17 .. 512  | gemm_sm90    | Hopper; all except codebooks of more than 4 bits                                   |
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
-    | 1 .. 16    | trellis_gemv, up to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense otherwise                 |
+    | 1 .. 16    | trellis_gemv | any trellis                                                                        |
+    | 65 .. any  | trellis_gemm_int8 | Hopper; up to 3.25 bits, but no head                                          |
+    | 17 .. 1024 | trellis_gemm_sm90 | Hopper                                                                        |
+    | any        | trellis_dense | dequantize, then cuBLAS                                                           |
     | any        | torch_fallback, without a GPU                                                                     |
 """
 

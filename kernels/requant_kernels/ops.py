@@ -103,13 +103,31 @@ def products(
     """`product` of several layers, with separate or shared rotated activations: in one launch if kernels support it."""
     configs = dispatch_group(layouts, inputs[0].num_tokens, layouts[0].packed_codes.device)
     if configs is None:
-        return [product(x, layout, bias) for x, layout, bias in zip(inputs, layouts, biases, strict=True)]
+        return [
+            product(x, layout, bias)
+            for x, layout, bias in zip(_quantized_once(inputs, layouts), layouts, biases, strict=True)
+        ]
     from requant_kernels.trellis.gemv_group import gemv_group  # needs Triton
 
     return [
         Product(values=values, output_scales=layout.output_scales, bias=bias)
         for values, layout, bias in zip(gemv_group(inputs, layouts, configs), layouts, biases, strict=True)
     ]
+
+
+def _quantized_once(
+    inputs: Sequence[RotatedActivations], layouts: Sequence[TrellisLayout]
+) -> list[RotatedActivations]:
+    """The inputs, in int8 where a layer's kernel would quantize them first; shared ones are quantized once."""
+    made: dict[int, RotatedActivations] = {}
+    found = []
+    for x, layout in zip(inputs, layouts, strict=True):
+        kernel, _ = dispatch(layout, x.num_tokens, layout.packed_codes.device)
+        quantize = getattr(module_of(kernel), "quantize", None)
+        if quantize is not None and id(x) not in made:
+            made[id(x)] = quantize(x)
+        found.append(x if quantize is None else made[id(x)])
+    return found
 
 
 def multiply_bands(x: Tensor, layouts: Sequence[TrellisLayout]) -> Tensor | None:

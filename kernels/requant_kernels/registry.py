@@ -33,6 +33,7 @@ from requant_kernels.scalar import (
     gemv_launch,
     gemv_sparse_mma_launch,
 )
+from requant_kernels.trellis import gemm_int8_launch
 from requant_kernels.trellis import gemm_sm90_launch as trellis_gemm_sm90_launch
 from requant_kernels.trellis import gemv_launch as trellis_gemv_launch
 from requant_kernels.trellis.layout import TrellisLayout
@@ -79,6 +80,12 @@ KERNELS = (  # in the order in which they are asked
 TRELLIS_KERNELS = (
     Kernel(name="torch_fallback", module="fallback.torch_fallback", function="linear"),
     Kernel(name="trellis_gemv", module="trellis.gemv", launch=trellis_gemv_launch.LAUNCH),
+    Kernel(
+        name="trellis_gemm_int8",
+        module="trellis.gemm_int8",
+        launch=gemm_int8_launch.LAUNCH,
+        gluon=True,
+    ),
     Kernel(
         name="trellis_gemm_sm90",
         module="trellis.gemm_sm90",

@@ -1,4 +1,4 @@
-"""Run by `test_interpreter.py` with TRITON_INTERPRET=1: the experts of prompts beside the experts one by one.
+"""Run by `test_interpreter.py` with TRITON_INTERPRET=1: experts of prompts beside the experts one by one, and int8 products.
 
 The trellis GEMM of sm_90 runs with its PTX; TMA copies at once, and wgmma multiplies at once, so only what is loaded,
 multiplied and stored is tested, not when.
@@ -6,6 +6,7 @@ multiplied and stored is tested, not when.
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,8 @@ from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
 from requant_kernels.fallback import reference
-from requant_kernels.trellis import gemm_sm90
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis import gemm_int8, gemm_sm90
 from requant_kernels.trellis.gemm_sm90_launch import cta_of
 from triton.runtime.interpreter import TensorHandle
 
@@ -59,8 +61,14 @@ class Descriptor:
 
     @classmethod
     def from_tensor(cls, matrix: torch.Tensor, box: list[int], layout: Any) -> "Descriptor":
-        assert box[1] * 2 % 16 == 0 and matrix.stride(0) * 2 % 16 == 0
+        size = matrix.element_size()
+        assert box[1] * size % 16 == 0 and matrix.stride(0) * size % 16 == 0
+        assert layout.element_bitwidth == 8 * size
         return cls(matrix)
+
+    @property
+    def dtype(self) -> Any:
+        return {torch.float16: tl.float16, torch.int8: tl.int8}[self.matrix.dtype]
 
 
 class Tma:
@@ -82,12 +90,15 @@ class Mbarrier:
 
 
 def warpgroup_mma(weight: Any, x: Shared, acc: Any, is_async: bool) -> Any:
-    y = weight.handle.data.astype(np.float32) @ x.data.astype(np.float32) + acc.handle.data
-    return tl.tensor(TensorHandle(y.astype(np.float32), tl.float32), acc.type)
+    own = acc.handle.data.dtype  # float32 or int32
+    assert weight.handle.data.dtype == x.data.dtype == (np.int8 if own == np.int32 else np.float16)
+    y = weight.handle.data.astype(own) @ x.data.astype(own) + acc.handle.data
+    return tl.tensor(TensorHandle(y.astype(own), acc.handle.dtype), acc.type)
 
 
-def allocate_shared_memory(_dtype: Any, shape: list[int], _layout: Any) -> Shared:
-    return Shared(np.full([int(size) for size in shape], np.nan, np.float16))
+def allocate_shared_memory(dtype: Any, shape: list[int], _layout: Any) -> Shared:
+    sizes = [int(size) for size in shape]
+    return Shared(np.full(sizes, 99, np.int8) if dtype == tl.int8 else np.full(sizes, np.nan, np.float16))
 
 
 def emulate() -> None:
@@ -108,15 +119,38 @@ def emulate() -> None:
     module.warpgroup_mma_wait = lambda _count, deps: deps[0]
     constants, transform = module._launch_constants, module.hadamard_transform
     own = ("PDL", "num_warps", "launch_pdl", "maxnreg")
-    module._launch_constants = lambda *given: {
-        **{name: value for name, value in constants(*given).items() if name not in own},
+    module._launch_constants = lambda *given, **kind: {
+        **{name: value for name, value in constants(*given, **kind).items() if name not in own},
         "PDL": False,
     }
+    gemm_int8.quantized = partial(quantized_alone, gemm_int8.quantized)
     module.hadamard_transform = lambda *given, **options: transform(
         *given, **{**options, "asm": False, "pdl": False}
     )
     tl.inline_asm_elementwise = inline_asm_elementwise
     torch.empty = allocate_poisoned
+
+
+def quantized_alone(quantized: Any, rotated: torch.Tensor, *, permuted: bool, pdl: bool) -> Any:
+    return quantized(rotated, permuted=permuted, pdl=False)
+
+
+def check_int8() -> None:
+    """Products of several CTAs and of split-K partial sums, from activations in both orders; `pair` as half sums and not."""
+    for code, bits, m, splits in (("mul1", 2.25, 70, 2), ("pair", 2, 66, 1), ("pair", 2, 1026, 1)):
+        layout = pack_trellis(*random_trellis(48, 320, bits, "cpu"), bits=bits, code=code)
+        ALLOCATED.append(layout.packed_codes)
+        x = torch.randn(m, 320).half() if m < 100 else torch.randn(3, 320).half().repeat(m // 3, 1)
+        config = GemmSm90Config(tokens_per_cta=128 if m < 100 else 256, num_warps=2, split_k=splits)
+        got = gemm_int8.product(x, layout, config).float().sum(0)
+        values = reference.trellis_values(layout)
+        error = relative_error(got[:3, :48], rotated_by_reference(x[:3], layout) @ values.T)
+        assert 3e-3 < error < 1.6e-2, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"
+
+
+def rotated_by_reference(x: torch.Tensor, layout: TrellisLayout) -> torch.Tensor:
+    assert layout.input_scales is not None
+    return (x.double() * layout.input_scales.double()) @ reference.hadamard(layout.k)
 
 
 def check_routes() -> None:
@@ -171,6 +205,7 @@ def main() -> None:
     emulate()
     check_routes()
     check_ends()
+    check_int8()
     for code, widths, h, f, experts, m, s, biased, tokens, max_bytes in selected(CASES):
         ALLOCATED.clear()
         signs = {k: (torch.randint(0, 2, (k,)) * 2 - 1).half() for k in (h, f)}

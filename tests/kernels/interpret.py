@@ -20,6 +20,7 @@ from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
+from requant_kernels.trellis.gemm_int8 import quantized
 from requant_kernels.trellis.lookup import lookup as lookup_trellis
 
 CASES = [
@@ -77,6 +78,23 @@ def check_int8(width: int, pair: bool) -> None:
     error = relative_error((q * scales[:, :, 0].double())[:, :padded], want)
     assert error < 5e-5, f"int8 of {width} is off by {error:.1e}"
     assert not q[1].any() and not q[:, padded:].any()
+
+
+def check_one_scale_a_token() -> None:
+    """Activations in int8 as the trellis GEMM reads them, from rotated ones in either order."""
+    for columns, permuted in ((192, True), (208, False), (4096, False)):
+        x = torch.randn(4, columns).half()
+        x[1], x[2] = 0, -x[2].abs()
+        given = x.view(4, -1, 4, 8, 2).transpose(2, 3).reshape(4, columns) if permuted else x
+        q, scales = quantized(given.contiguous(), permuted=permuted, pdl=False)
+        width = -(-columns // 64) * 64
+        assert q.shape == (4, width) and torch.equal(scales, x.abs().amax(1).float() / 127)
+        want = torch.nn.functional.pad(x.float(), (0, width - columns))
+        want = want.view(4, -1, 4, 4, 4).transpose(2, 3).reshape(4, width)  # t q e -> q t e
+        assert ((q * scales[:, None] - want).abs() <= scales[:, None] * 0.5001).all()
+        assert q[:1].abs().max() == 127
+        x[0, 3], x[3, 5] = torch.inf, torch.nan
+        assert quantized(x, permuted=False, pdl=False)[1].isnan().tolist() == [True, False, False, True]
 
 
 def check_unrotated() -> None:
@@ -264,6 +282,7 @@ def main() -> None:
         assert error < 1e-3, f"the transform of {width} is off by {error:.1e}"
     for width, pair in ((200, False), (1408, True), (4096, False)):
         check_int8(width, pair)
+    check_one_scale_a_token()
     check_permute_and_reduce()
     for case, config in selected(CASES):
         layout = random_layout(case, "cpu")

@@ -51,7 +51,7 @@ def test_caps_are_offered_where_ctas_are_few() -> None:
 def test_kernels_are_offered_for_what_they_support() -> None:
     def offered(format: str, tokens: int) -> set[str]:
         return {name for name in LAUNCHES if candidates(name, Shape(format, 3, 8192, 8192, tokens))} - {
-            "gemm", "gemm_sm90", "trellis_gemv", "trellis_gemm_sm90",
+            "gemm", "gemm_sm90", "trellis_gemv", "trellis_gemm_sm90", "trellis_gemm_int8",
         }  # fmt: skip
 
     assert offered("grid", 1) == {"gemv", "int8_mma", "fp16_mma"} and offered("grid", 8) == {
@@ -100,9 +100,9 @@ def test_shapes_are_those_of_the_lookup() -> None:
 @pytest.mark.parametrize("kernel", LAUNCHES)
 def test_every_candidate_is_a_launch_for_some_shape(kernel: str) -> None:
     launch = LAUNCHES[kernel]
-    tokens = {"gemm": (64,), "gemm_sm90": (32, 64, 256), "trellis_gemm_sm90": (32, 64, 256)}.get(
-        kernel, (1, 8)
-    )
+    tokens = {
+        "gemm": (64,), "gemm_sm90": (32, 64, 256), "trellis_gemm_sm90": (32, 64, 256), "trellis_gemm_int8": (128, 256),
+    }.get(kernel, (1, 8))  # fmt: skip
     for format in ("mul1",) if kernel.startswith("trellis") else ("grid", "grid+s"):
         for m in tokens:
             for config in launch.candidates(Shape(format, 2, 8192, 8192, m)):

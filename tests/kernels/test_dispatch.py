@@ -116,9 +116,28 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
                 513: "dense",
             }  # fmt: skip
             assert chosen(four, 17)[0] == (many or "gemm") and chosen(from_memory, 17)[0] == "gemm"
-            names = [chosen(trellis, m)[0] for m in (1, 16, 17, 1024, 1025)]
-            many = "trellis_gemm_sm90" if sm90 else "trellis_dense"
-            assert names == ["trellis_gemv", "trellis_gemv", many, many, "trellis_dense"]
+            names = [chosen(trellis, m)[0] for m in (1, 16, 17, 64, 65, 1025)]
+            many = ("trellis_gemm_sm90", "trellis_gemm_int8") if sm90 else ("trellis_dense",) * 2
+            assert names == ["trellis_gemv"] * 2 + [many[0]] * 2 + [many[1]] * 2
+            for exact in (replace(trellis, bits=3.5), replace(trellis, rotates_output=False)):
+                names = [chosen(exact, m)[0] for m in (17, 1024, 1025)]
+                assert names == [many[0]] * 2 + ["trellis_dense"]
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+def test_matrices_of_more_bits_read_the_same_activations(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """q, k and v have bits of their own, some multiplied in int8 and some not, and share what a norm wrote."""
+    pretend(monkeypatch, "H100")
+    coarse, fine = (
+        pack_trellis(*random_trellis(32, 256, bits, "cpu"), bits=bits, code=code) for bits in (2, 3.5)
+    )
+    for m in (16, 64, 65, 128, 129, 1024, 1025):
+        forms = []
+        for layout in (coarse, fine):
+            name = chosen(layout, m)[0]
+            module = module_of(next(k for k in TRELLIS_KERNELS if k.name == name))
+            forms.append(module.activation_form(layout, m))
+        assert forms[0] == forms[1], m
 
 
 @pytest.mark.parametrize("code", CODES)

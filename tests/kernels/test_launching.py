@@ -97,6 +97,7 @@ def every_way() -> None:
     from requant_kernels.trellis import dequantize as trellis_dequantize
     from requant_kernels.trellis import gemm_sm90 as trellis_gemm_sm90
     from requant_kernels.trellis import gemv as trellis_gemv
+    from requant_kernels.trellis.gemm_int8 import gemm_int8
     from requant_kernels.trellis.gemv_group import gemv_group
     from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
@@ -127,6 +128,8 @@ def every_way() -> None:
         for split in (1, 2):
             config = GemmSm90Config(split_k=split)
             trellis_gemm_sm90.gemm_sm90(torch.randn(40, k).half(), layout, None, config)
+            if code != "3inst":
+                gemm_int8(torch.randn(100, k).half(), layout, None, config)
         trellis_dequantize.dequantize(layout, asm=True)
 
 

@@ -16,7 +16,8 @@ from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis import gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis import gemm_int8_launch, gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis.code_ptx import INTEGER_SUMS, ROUNDING
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -51,7 +52,7 @@ class Array:
 class Language:
     """The few functions of Gluon that `_decode` calls."""
 
-    int16, float16, static_range = np.int16, np.float16, range
+    int8, int16, float16, static_range = np.int8, np.int16, np.float16, range
 
     @staticmethod
     def join(a: Array, b: Array) -> Array:
@@ -74,30 +75,33 @@ class Language:
     def inline_asm_elementwise(
         text: str, constraints: str, args: tuple[Array, ...], **_: Any
     ) -> tuple[Array, ...]:
-        shape, made = args[0].values.shape, []
+        shape, made, outputs = args[0].values.shape, [], constraints.count("=r")
         for r, w in np.ndindex(*shape[:2]):
-            operands = {f"${16 + i}": arg.values[r, w].view(np.uint32) for i, arg in enumerate(args)}
-            made.append(np.stack(run_ptx(text, operands, (32,), outputs=16)))
-        found = np.stack(made, 1).reshape(16, *shape)
+            operands = {f"${outputs + i}": arg.values[r, w].view(np.uint32) for i, arg in enumerate(args)}
+            made.append(np.stack(run_ptx(text, operands, (32,), outputs=outputs)))
+        found = np.stack(made, 1).reshape(outputs, *shape)
         return tuple(Array(register.view(np.int32)) for register in found)
 
 
-OPERANDS = [(*kind, False) for kind in KINDS] + [("pair", bits, True) for bits in (1, 2, 2.25, 4)]
+HALF_SUMS = [("pair", bits, True) for bits in (1, 2, 2.25, 4)]
+INT8 = [("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 3), ("pair", 2), ("pair", 2.25)]
+ROWS = np.arange(16) % 8 * 2 + np.arange(16) // 8  # of a tile, by row of wgmma
 
 
-@pytest.mark.parametrize(("code", "bits", "sums"), OPERANDS)
-def test_a_lane_has_the_operand_of_wgmma(
-    code: str, bits: float, sums: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
+def decoded(
+    decode: str, code: str, bits: float, monkeypatch: pytest.MonkeyPatch, **kind: bool
+) -> tuple[Any, Any, float]:
+    """What the kernel's own function makes of a matrix of 64 rows and 256 columns, and the weights themselves, both by tile,
+    k64, row of wgmma, and column; and the factor of the former."""
     monkeypatch.setattr(gemm_sm90, "gl", Language)
     monkeypatch.setattr(wgmma, "gl", Language)
-    monkeypatch.setattr(gemm_sm90, "unpack_pair", plain(wgmma.unpack_pair))
+    for name in ("unpack_pair", "unpack_four"):
+        monkeypatch.setattr(gemm_sm90, name, plain(getattr(wgmma, name)))
     tiles, warps, k64_count = 2, 2, k64_per_unit(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = GemmSm90Config(tokens_per_cta=64, num_warps=warps, tiles_per_warp=tiles)
     given: dict[str, Any] = gemm_constants(
-        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True, sums=sums
+        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True, **kind
     )
     by_lane = layout.packed_codes.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
     words = tuple(
@@ -108,20 +112,63 @@ def test_a_lane_has_the_operand_of_wgmma(
     previous_lane = Array(
         np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy()
     )
-    values = reference.trellis_values(layout).numpy()
-    row, column = np.arange(16), np.arange(64)
-    of_row = row % 8 * 2 + row // 8
-    of_column = column // 2 % 4 * 16 + column // 16 * 4 + column // 8 % 2 * 2 + column % 2
-    for q in range(4):
-        weight = plain(gemm_sm90._decode)(
+    found = [
+        plain(getattr(gemm_sm90, decode))(
             words, previous_lane, given["DECODE"], q, given["COUNT"], k64_count, None, warps, tiles
-        )  # fmt: skip
-        own = values[:, 64 * q : 64 * q + 64].reshape(-1, 16, 64)
-        if sums:  # exactly, so what is multiplied is the matrix
-            own = np.stack([own[..., ::2] + own[..., 1::2], own[..., ::2] - own[..., 1::2]], -1) / 2
-            own = own.reshape(-1, 16, 64)
-        got = weight.values.reshape(-1, 16, 64).astype(np.float32) * given["SCALE"]
-        assert np.array_equal(got, own[:, of_row][:, :, of_column])
+        ).values.reshape(-1, 16, 64)
+        for q in range(4)
+    ]
+    values = reference.trellis_values(layout).numpy().reshape(-1, 16, 4, 64)[:, ROWS]
+    return np.stack(found, 1), values.transpose(0, 2, 1, 3), given["SCALE"]
+
+
+def halved(weights: Any) -> Any:
+    """Half sums and half differences of neighbours."""
+    both = weights[..., ::2] + weights[..., 1::2], weights[..., ::2] - weights[..., 1::2]
+    return np.stack(both, -1).reshape(weights.shape) / 2
+
+
+@pytest.mark.parametrize(("code", "bits", "sums"), [*((*kind, False) for kind in KINDS), *HALF_SUMS])
+def test_a_lane_has_the_operand_of_wgmma(
+    code: str, bits: float, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, and columns as activations are arranged."""
+    got, weights, scale = decoded("_decode", code, bits, monkeypatch, sums=sums)
+    column = np.arange(64)
+    of_column = column // 2 % 4 * 16 + column // 16 * 4 + column // 8 % 2 * 2 + column % 2
+    want = halved(weights) if sums else weights
+    assert np.array_equal(got.astype(np.float32) * scale, want[..., of_column])
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "sums"), [*((*kind, False) for kind in INT8), ("pair", 2, True), ("pair", 2.25, True)]
+)
+def test_a_lane_has_the_operand_of_wgmma_in_int8(
+    code: str, bits: float, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest integer, and columns as `gemm_int8.quantized` arranges activations."""
+    got, weights, scale = decoded("_decode_int8", code, bits, monkeypatch, sums=sums, int8=True)
+    assert got.dtype == np.int8
+    want = (halved(weights) if sums else weights)[..., arranged(np.arange(64))]
+    error = got * scale - want
+    assert np.abs(error).max() <= scale / 2 and np.abs(got).max() > 90
+    assert np.square(error).mean() < 1e-4 * np.square(want).mean()
+
+
+def arranged(columns: Any) -> Any:
+    """64 columns in the order of the int8 product."""
+    return columns.reshape(4, 4, 4).swapaxes(0, 1).reshape(64)
+
+
+def test_the_largest_sums_are_bytes() -> None:
+    """Four bytes of 255 are 127, not 128, which no signed byte holds."""
+    for sums in (False, True):
+        for signed, factors, mean in (INTEGER_SUMS[sums, second] for second in (False, True)):
+            each = np.array([factors >> shift & 0xFF for shift in (0, 8, 16, 24)], dtype=np.uint8)
+            each = each.view(np.int8 if signed == "s32" else np.uint8).astype(int)
+            largest = int(each[each > 0].sum() * 255 - mean + ROUNDING) >> 8
+            smallest = int(each[each < 0].sum() * 255 - mean + ROUNDING) >> 8
+            assert (largest, smallest) in ((127, -128), (127, -127))
 
 
 def test_sums_and_differences_make_the_same_product() -> None:
@@ -144,6 +191,7 @@ def multiply_machine(
     launch: tuple[int, ...] = (64, 8, 1, 0),
     whole: bool = True,
     sums: bool = False,
+    int8: bool = False,
     out: str = "fp32",
     experts: int = 0,
 ) -> Machine:
@@ -152,11 +200,12 @@ def multiply_machine(
     four = round(4 * bits)
     config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
     given = gemm_constants(
-        code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole, sums=sums
+        code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole, sums=sums, int8=int8
     )
-    box = f"[{tokens}, {activation_stages(tokens)[0]}]"
+    box = f"[{tokens}, {activation_stages(tokens, int8=int8)[0]}]"
     pointers = {
-        "x_desc": f"tensordesc<fp16{box},{x_layout()!r}>",
+        "x_desc": f"tensordesc<{'i8' if int8 else 'fp16'}{box},{x_layout(8 if int8 else 16)!r}>",
+        "x_scales_ptr": "*fp32",
         "codes_ptr": "*i32",
         "out_ptr": f"*{out}",
     }
@@ -168,10 +217,10 @@ def multiply_machine(
         "groups_ptr": "*i32",
         "matrices_ptr": "*i32",
     }
+    absent = (*(() if experts else ("groups_ptr", "matrices_ptr")), *(() if int8 else ("x_scales_ptr",)))
     return compile_kernel(
         gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": True, "EXPERTS": experts}, capability=90,
-        pointers=pointers, warps=warps, aligned=("rows",), absent=() if experts else ("groups_ptr", "matrices_ptr"),
-        max_registers=max_registers(config, four),
+        pointers=pointers, warps=warps, aligned=("rows",), absent=absent, max_registers=max_registers(config, four),
     )  # fmt: skip
 
 
@@ -198,6 +247,48 @@ def test_products_run_on_while_weights_are_decoded(code: str, bits: float, sums:
     assert machine.opcodes["SHFL"] == 8  # the bits before a segment
     assert machine.opcodes["UTMALDG"] > 0
     assert machine.inner / 256 < CEILING[code, bits, sums]
+
+
+INT8_CEILING = {
+    ("mul1", 3, False): 5.3,
+    ("pair", 2, True): 3.8,
+    ("pair", 2, False): 3.8,
+    ("mul1", 2, False): 5.0,
+}
+
+
+@counts_instructions
+@pytest.mark.parametrize(
+    ("code", "bits", "sums"),
+    [pytest.param(*kind, marks=() if kind[1] == 3 or kind[2] else pytest.mark.slow) for kind in INT8_CEILING],
+)
+def test_products_in_int8_take_half_of_the_wgmma(code: str, bits: float, sums: bool) -> None:
+    machine = multiply_machine(code, bits, launch=(128, 4, 2, 0), sums=sums, int8=True)
+    assert machine.stack == 0
+    assert machine.opcodes["IGMMA"] == 16 and machine.opcodes["HGMMA"] == 0  # two tiles, eight steps
+    assert machine.opcodes["WARPGROUP"] <= 12
+    assert machine.opcodes["STS"] == machine.opcodes["STSM"] == 0
+    assert machine.inner / 256 < INT8_CEILING[code, bits, sums]
+
+
+@counts_instructions
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [pytest.param(*kind, marks=() if kind == ("mul1", 2.25) else pytest.mark.slow) for kind in INT8],
+)
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "odd"])
+def test_no_launch_of_the_rule_spills_in_int8(code: str, bits: float, whole: bool) -> None:
+    launches = set()
+    for n, k in ((300, 1500), (4096, 4096), (28672, 8192)):
+        for tokens in (128, 256, 4096):
+            config = gemm_int8_launch.trellis_gemm_int8(Shape(code, bits, n, k, tokens), torch.device("cpu"))
+            launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
+    assert launches == {launch for launch, _ in gemm_int8_launch.LAUNCHES}
+    for launch in launches:
+        for sums in {False, code == "pair" and launch[0] == 128}:
+            machine = multiply_machine(code, bits, launch=launch, whole=whole, sums=sums, int8=True)
+            assert machine.stack <= 16 and sum(machine.shared) <= 227 << 10
+            assert machine.opcodes["STG"] == launch[2] * launch[0] // 4  # 8 bytes: two rows of a token
 
 
 LAUNCHES = sorted(launch for launch, _ in gemm_sm90_launch.LAUNCHES)

@@ -4,17 +4,20 @@ import pytest
 import torch
 from requant_kernels import linear, pack_trellis
 from requant_kernels.common.device import supports_sm90
+from requant_kernels.dispatch import dispatch
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis import gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis import gemm_int8, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.rotate import rotate_input
 
 from .cases import random_csr, random_trellis, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
+INT8_LIMIT = 1.5e-2  # weights and activations rounded, by 7e-5 of their variance each
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 7.75),
     ("mul1", 8), ("pair", 1), ("pair", 2), ("pair", 2.25), ("pair", 4), ("pair", 8), ("3inst", 2), ("3inst", 3.25),
@@ -53,8 +56,51 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     rows = torch.arange(0, n, max(1, n // 64), device="cuda")
     want = x.double() @ reference.weight(layout, torch.float32).double().T
     want = want if bias is None else want + bias
-    assert relative_error(y[:, rows], want[:, rows]) < LIMIT[dtype]
+    int8 = gemm_int8.supports(layout, m, x.device)
+    assert relative_error(y[:, rows], want[:, rows]) < (INT8_LIMIT if int8 else LIMIT[dtype])
     assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "n", "k", "m"),
+    [
+        ("mul1", 2, 300, 1000, 90), ("mul1", 3, 28672, 1024, 512), ("pair", 2, 512, 4096, 128),
+        ("pair", 2, 512, 4096, 300), ("mul1", 2.25, 64, 1408, 2100), ("pair", 2.25, 720, 2048, 4096),
+    ],
+)  # fmt: skip
+def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int, k: int, m: int) -> None:
+    """Up to float32 (float16 where the product is stored in it), and for any order of the activations."""
+    torch.manual_seed(0)
+    layout = layout_of(code, bits, n, k)
+    assert gemm_int8.supports(layout, m, layout.packed_codes.device)
+    kernel, config = dispatch(layout, m, layout.packed_codes.device)
+    assert kernel.name == "trellis_gemm_int8" and isinstance(config, GemmSm90Config)
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    x[3] = 0
+    got = gemm_int8.product(x, layout, config)
+    got = got.float().sum(0) if got.dim() == 3 else got.float()
+    weights, rotated = reference.trellis_values(layout).double(), torch.empty(0)
+    form = gemm_int8.activation_form(layout, m)
+    assert form is not None
+    if form.permute:
+        rotated = gemm_sm90.rotated_activations(x, layout).values
+        columns = rotated.shape[1]
+        rotated = rotated.view(m, -1, 8, 4, 2).transpose(2, 3).reshape(m, columns)
+    else:
+        rotated = rotate_input(x, layout, form.columns, asm=True)
+    unit = 4 / 128
+    if form.pair:
+        even, odd = weights[:, ::2], weights[:, 1::2]
+        weights, unit = torch.stack([even + odd, even - odd], -1).flatten(1) / 2, 2 / 128
+    width = weights.shape[1]
+    scales = rotated.double().abs().amax(1, keepdim=True) / 127
+    q = (rotated.double()[:, :width] / scales.clamp(min=1e-30) + 0.5).floor()
+    v = ((weights / unit) * 256 + 127).div(256, rounding_mode="floor")
+    want = (q @ v.T) * scales * unit
+    assert (
+        relative_error(got[:, :n], want[:, :n]) < 2e-3
+    )  # float32 rounds some activations to the other neighbour
+    assert not got[3].any()
 
 
 LAUNCHES = gemm_sm90_launch.candidates(Shape("mul1", 2, 720, 2100, 128))
@@ -132,7 +178,7 @@ def test_a_graph_replays_on_new_activations(m: int) -> None:
 )
 def test_half_sums(n: int, k: int, m: int) -> None:
     torch.manual_seed(0)
-    layout = layout_of("pair", 2, n, k)
+    layout = layout_of("pair", 3.5, n, k)
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     assert gemm_sm90.activation_form(layout, m).pair == (m <= 128)
     assert relative_error(linear(x, layout), reference.linear(x, layout)) < LIMIT[torch.float16]

@@ -39,9 +39,9 @@ def rows_layout(W, R):
 
 
 @cache
-def x_layout() -> gl.NVMMASharedLayout:
-    """The layout of a stage of activations: lines of 64 columns, swizzled."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def x_layout(bits: int = 16) -> gl.NVMMASharedLayout:
+    """The layout of a stage of activations of 8 or 16 bits: lines of 64 columns, swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=2)
 
 
 @gluon.jit
@@ -64,3 +64,11 @@ def unpack_pair(pair, dtype):
     """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
     low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
     return gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+
+
+@gluon.jit
+def unpack_four(bytes):
+    """int32 -> its four bytes, lowest first, as int8 in two new last dimensions of two: the later one is that of halves."""
+    low = gl.join(bytes.to(gl.int8), (bytes >> 8).to(gl.int8))
+    high = gl.join((bytes >> 16).to(gl.int8), (bytes >> 24).to(gl.int8))
+    return gl.join(low, high)

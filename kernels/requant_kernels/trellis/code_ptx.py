@@ -193,6 +193,20 @@ class WeightDecoder(SegmentDecoder):
             )
         return new("weights", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
 
+    def integers(self, index: int, *, sums: bool) -> str:
+        """Columns 4 `index` to 4 `index` + 3 of the segment as signed bytes, in units of INTEGER_SCALES: weights, or with
+        `sums` half sums and half differences. Byte sums times 64 (half sums times 128), less their mean, end in 8 bits that
+        are rounded off; the bytes above them are the integers."""
+        new, scaled = self.ptx.new, []
+        for column in range(4 * index, 4 * index + 4):
+            value = self.hash(column // self.code.weights_per_hash)
+            second = self.code.weights_per_hash == 2 and column % 2 == 1
+            kind, factors, mean = INTEGER_SUMS[sums, second]
+            raised = ROUNDING - mean & 0xFFFFFFFF
+            scaled.append(new("scaled", f"dp4a.u32.{kind} {{d}}, {value}, 0x{factors:08X}, 0x{raised:x};"))
+        pairs = [new("pair", f"prmt.b32 {{d}}, {scaled[i]}, {scaled[i + 1]}, 0x0051;") for i in (0, 2)]
+        return new("weights", f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
+
     def sums(self, index: int) -> str:
         """For `pair`: b0 + b3 - 255 and b1 + b2 - 255 of hash `index`, exactly, in units of the smallest subnormal
         float16."""
@@ -202,6 +216,18 @@ class WeightDecoder(SegmentDecoder):
         return new("sums", f"sub.rn.f16x2 {{d}}, {second}, {first};")
 
 
+# (half sums, second of two weights a hash) -> signedness of the factors of the four bytes, the factors, the mean of the sum
+INTEGER_SUMS = {
+    (False, False): ("u32", 0x40404040, 510 * 64),
+    (False, True): ("s32", 0x40C0C040, 0),
+    (True, False): ("u32", 0x80000080, 255 * 128),
+    (True, True): ("u32", 0x00808000, 255 * 128),
+}
+ROUNDING = 127  # to the nearest of 256; 128 would make the largest sum 128
+INTEGER_SCALES = {
+    False: 4 / 128,
+    True: 2 / 128,
+}  # the final factors of `integers_ptx`, with half sums the second
 SUM_SCALE = 2.0**24 * CODES["pair"].scale  # the final factor of the `sums` of `decode_ptx`
 
 
@@ -230,6 +256,24 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
             )
             ptx.emit(f"fma.rn.f16x2 ${i}, {segment.pair(i)}, {scale}, {offset};")
     return ptx.build(["=r"] * 16 + ["r"] * (words + 1))
+
+
+@cache
+def integers_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Ptx:
+    """As `decode_ptx`, of a code of byte sums, rounded to int8 in units of INTEGER_SCALES: 8 bits are kept, an error of
+    7e-5 of the weights' variance (half sums: 5e-5).
+
+    Outputs: 8 registers, 4 per row, of four columns each.
+    """
+    words = quad_bits * k64_per_unit(quad_bits) // 4
+    ptx = PtxBuilder()
+    segment = WeightDecoder(
+        ptx, code, quad_bits, [f"${8 + i}" for i in range(words)], k64, f"${8 + words}", spanning=sums
+    )
+    ptx.comment("weights of four columns at a time")
+    for i in range(8):
+        ptx.emit(f"mov.b32 ${i}, {segment.integers(i, sums=sums)};")
+    return ptx.build(["=r"] * 8 + ["r"] * (words + 1))
 
 
 @cache

@@ -51,11 +51,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.device import num_sms
 from requant_kernels.common.launch import launch
-from requant_kernels.common.wgmma import lane_and_tiles, unpack_pair, x_layout
+from requant_kernels.common.wgmma import lane_and_tiles, unpack_four, unpack_pair, x_layout
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_sm90_launch
-from requant_kernels.trellis.code_ptx import SUM_SCALE, decode_ptx, load_codes_ptx
+from requant_kernels.trellis.code_ptx import (
+    INTEGER_SCALES,
+    SUM_SCALE,
+    decode_ptx,
+    integers_ptx,
+    load_codes_ptx,
+)
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
@@ -69,11 +75,14 @@ K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 # Limit for `pair` as half sums: the products of an 8B block take 14 % less time at 32 tokens, 8 at 64, 3 at 128.
 HALF_SUM_TOKENS = 128
+INT32_X8 = gl.constexpr((gl.int32,) * 8)
 INT32_X16 = gl.constexpr((gl.int32,) * 16)
 
 
-def activation_stages(tokens: int) -> tuple[int, int]:
+def activation_stages(tokens: int, *, int8: bool = False) -> tuple[int, int]:
     """Columns per stage of activations, and the number of stages."""
+    if int8:
+        return K_TILE, 3
     return (K_TILE, 2) if tokens <= 128 else (K_TILE // 2, 3)
 
 
@@ -142,17 +151,39 @@ def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: 
 
 
 @gluon.jit
+def _decode_int8(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
+                 A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """The same in int8: four columns a register."""
+    first: gl.constexpr = Q // J * COUNT
+    p = gl.inline_asm_elementwise(
+        DECODE[Q % J].text, DECODE[Q % J].constraints, words[first : first + COUNT] + (previous_lane,),
+        dtype=INT32_X8, is_pure=False, pack=1,
+    )  # fmt: skip
+    rows = ()
+    for h in gl.static_range(2):
+        steps = ()
+        for s in gl.static_range(2):
+            steps = steps + (
+                gl.join(unpack_four(p[4 * h + 2 * s]), unpack_four(p[4 * h + 2 * s + 1])),
+            )  # e0 e1 i
+        rows = rows + (gl.join(steps[0], steps[1]),)  # e0 e1 i s
+    weight = gl.reshape(gl.join(rows[0], rows[1]), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t e0 e1 i s h
+    weight = gl.permute(weight, (0, 1, 8, 2, 7, 6, 3, 5, 4))  # r w h g s i t e1 e0
+    return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
+
+
+@gluon.jit
 def _load_activations(
     x_desc, token, column, barrier, stage, pred, N: gl.constexpr, STAGE_COLUMNS: gl.constexpr
 ):
     """Start the TMA copy of a stage; zeros beyond the matrix."""
-    mbarrier.expect(barrier, N * STAGE_COLUMNS * 2, pred=pred)
+    mbarrier.expect(barrier, N * STAGE_COLUMNS * (x_desc.dtype.primitive_bitwidth // 8), pred=pred)
     tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "steps", "M", "units", "skipped"])
 def trellis_gemm_sm90_kernel(
-    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
+    x_desc, x_scales_ptr, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
@@ -160,16 +191,19 @@ def trellis_gemm_sm90_kernel(
     """out float32 or float16 `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
     of 256 columns, tokens / N). `skipped`: row tiles before these, which another launch computes.
 
+    x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type.
+
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
     STAGES: columns per stage of activations, and the number of stages.
 
     EXPERTS, if not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid is (.., parts, groups). A group is
     int32 `[expert, first token, end]`; `matrices_ptr`, int32 `[parts, EXPERTS]`, has its matrix's index in the stack, or -1.
     """
+    INT8: gl.constexpr = x_desc.dtype == gl.int8
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
+        version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, min(N, 128), 32] if INT8 else [16, N, 16]
     )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4 if INT8 else 2)
     STAGE_COLUMNS: gl.constexpr = STAGES[0]
     NUM_STAGES: gl.constexpr = STAGES[1]
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 per stage
@@ -194,7 +228,7 @@ def trellis_gemm_sm90_kernel(
         tiles += matrix.to(gl.int64) * (last_tile + 1)
         first, count = 0, k_tiles
 
-    smem = gl.allocate_shared_memory(gl.float16, [NUM_STAGES, N, STAGE_COLUMNS], x_desc.layout)
+    smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES, N, STAGE_COLUMNS], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -217,14 +251,17 @@ def trellis_gemm_sm90_kernel(
             STAGE_COLUMNS,
         )
 
-    acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.float32, layout=ACC))
+    acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.int32 if INT8 else gl.float32, layout=ACC))
     stage = 0
     for step in range(count):
         words = next_words
         for q in gl.static_range(4):
             if q == PREFETCH_AT:
                 next_words = _load_codes(address, first + step + 1, units, LOADS, COUNT, UNITS, WHOLE)
-            weight = _decode(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
+            if INT8:
+                weight = _decode_int8(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
+            else:
+                weight = _decode(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
             slot = stage % NUM_STAGES
             if q % PER == 0:
                 mbarrier.wait(full.index(slot), stage // NUM_STAGES % 2)
@@ -246,26 +283,31 @@ def trellis_gemm_sm90_kernel(
     y = warpgroup_mma_wait(0, deps=[acc])
     S: gl.constexpr = sums_layout(N, W, R)
     y = gl.reshape(gl.permute(gl.reshape(y, [W * R, 2, 8, N]), (0, 2, 1, 3)), [16 * W * R, N])  # tile g h
-    y = (gl.convert_layout(y, S, assert_trivial=True) * SCALE).to(out_ptr.dtype.element_ty)
+    y = gl.convert_layout(y, S, assert_trivial=True)
     row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, S))
     m = token + gl.arange(0, N, gl.SliceLayout(0, S))
+    if INT8:
+        y = y.to(gl.float32) * gl.load(x_scales_ptr + m, mask=m < end, other=0.0)[None, :]
+    y = (y * SCALE).to(out_ptr.dtype.element_ty)
     at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
     gl.store(out_ptr + at, y, mask=(m < end)[None, :] & (row < rows)[:, None])
 
 
 @cache
 def gemm_constants(
-    code: str, quad_bits: int, vector: int, config: GemmSm90Config, *, whole: bool, sums: bool = False
-) -> dict[str, object]:
-    """The kernel's compile-time constants. `whole`: columns are a multiple of the k_tile; `sums`: half sums are decoded."""
+    code: str, quad_bits: int, vector: int, config: GemmSm90Config, *, whole: bool, sums: bool = False, int8: bool = False
+) -> dict[str, object]:  # fmt: skip
+    """The kernel's compile-time constants. `whole`: columns are a multiple of the k_tile; `sums`: half sums are decoded;
+    `int8`: to int8."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
+    decode, scale = (integers_ptx, INTEGER_SCALES[sums]) if int8 else (decode_ptx, SUM_SCALE if sums else 1.0)
     return {
-        "DECODE": tuple(decode_ptx(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
+        "DECODE": tuple(decode(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
         "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
         "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens_per_cta, "W": config.num_warps,
         "R": config.tiles_per_warp, "PREFETCH_AT": config.prefetch_at,
-        "STAGES": activation_stages(config.tokens_per_cta), "SCALE": SUM_SCALE if sums else 1.0,
+        "STAGES": activation_stages(config.tokens_per_cta, int8=int8), "SCALE": scale,
     }  # fmt: skip
 
 
@@ -309,30 +351,36 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
     """V H (input_scales * x) of x [m, k], or of x already rotated: float32 [splits, m, rows], split-K partial sums; for tall
     matrices and many tokens without split-K, float16 [1, m, rows]."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
+    return multiply(rotated, None, layout, config, sums=takes_half_sums(layout.code, rotated.shape[0]))
+
+
+def multiply(
+    rotated: Tensor, x_scales: Tensor | None, layout: TrellisLayout, config: GemmSm90Config, *, sums: bool
+) -> Tensor:  # fmt: skip
+    """`product` of what the kernel reads: float16 [m, columns], or int8 with scales [m]; `sums`: as half sums."""
+    int8 = x_scales is not None
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits = -(-k_tiles // steps)
     narrow = splits == 1 and m > MAX_FLOAT32_TOKENS and layout.n > layout.k
     dtype = torch.float16 if narrow else torch.float32
-    partial = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
+    out = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
     before = 0  # row tiles of the previous launches
     for own, own_tiles in gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device)):
-        box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta)[0]]
+        box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta, int8=int8)[0]]
         ctas = -(-own_tiles // (own.num_warps * own.tiles_per_warp))
         launch(
             trellis_gemm_sm90_kernel,
             (ctas, splits, -(-m // own.tokens_per_cta)),
             (
-                TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, None, None, units,
-                k_tiles, steps, tiles * 16, m, before,
+                TensorDescriptor.from_tensor(rotated, box, x_layout(8 if int8 else 16)), x_scales, layout.packed_codes, out,
+                None, None, units, k_tiles, steps, tiles * 16, m, before,
             ),
-            _launch_constants(
-                layout.code, layout.quad_bits, vector, units, k_tiles, own, takes_half_sums(layout.code, m)
-            ),
+            _launch_constants(layout.code, layout.quad_bits, vector, units, k_tiles, own, sums=sums, int8=int8),
         )  # fmt: skip
         before += own_tiles
-    return partial
+    return out
 
 
 def group_product(
@@ -352,22 +400,23 @@ def group_product(
         trellis_gemm_sm90_kernel,
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), parts, len(groups)),
         (
-            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, out, groups, matrices, units,
+            TensorDescriptor.from_tensor(rotated, box, x_layout()), None, layout.packed_codes, out, groups, matrices, units,
             k_tiles, k_tiles, rows, m, 0,
         ),
         _launch_constants(
             layout.code, layout.quad_bits, vector, units, k_tiles, config,
-            takes_half_sums(layout.code, config.tokens_per_cta), len(matrices) // parts,
+            sums=takes_half_sums(layout.code, config.tokens_per_cta), experts=len(matrices) // parts,
         ),
     )  # fmt: skip
 
 
 @cache
 def _launch_constants(
-    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, sums: bool, experts: int = 0
+    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, *, sums: bool,
+    int8: bool = False, experts: int = 0,
 ) -> dict[str, object]:  # fmt: skip
     whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
-    return gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums) | {
+    return gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums, int8=int8) | {
         "PDL": True, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
         "maxnreg": max_registers(config, quad_bits),
     }  # fmt: skip

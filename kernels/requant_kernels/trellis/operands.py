@@ -47,7 +47,8 @@ class ActivationForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotatedActivations:
-    """float16 [m, columns]; or int8 [2 m, columns] with scales float32 [m, tiles, 2]."""
+    """float16 [m, columns]; int8 [2 m, columns] with scales float32 [m, tiles, 2]; or int8 [m, columns] with scales [m]
+    (`gemm_int8.py`)."""
 
     values: Tensor
     scales: Tensor | None
