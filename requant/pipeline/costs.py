@@ -19,7 +19,6 @@ from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget, siblings
-from requant.pipeline.hosting import hosted_bytes, parameter_bytes
 from requant.pipeline.outline import Outline
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
 from requant.pipeline.rates import (
@@ -37,6 +36,7 @@ from requant.pipeline.rates import (
     STEP_SECONDS,
     product_rate,
 )
+from requant.pipeline.shape_bytes import hosted_bytes, parameter_bytes
 from requant.pipeline.statistics import statistics_passes
 from requant.pipeline.workload import (
     count_gpus,

@@ -9,7 +9,6 @@ rounds of mode `best`, matrices that still learn would have to be on the host to
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from jaxtyping import Int64
@@ -17,13 +16,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.batches import bytes_of_logits
-from requant.calibration.collect import bytes_needed, working_bytes
 from requant.errors import RecipeError
 from requant.finetune.final import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
-from requant.models.prequantized import stored_float_dtypes
-from requant.models.targets import QuantTarget, by_block
+from requant.models.targets import QuantTarget
+from requant.pipeline.shape_bytes import (
+    block_statistics,
+    outside_bytes,
+    parameter_bytes,
+    score_bytes,
+    work_bytes,
+)
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.text.sources import SELF
@@ -46,56 +50,8 @@ def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
     needs = find_method(recipe.method).needs
     logits = bytes_of_logits(model, recipe.calibration.num_samples, recipe.calibration.seq_len)
     collecting = block_statistics(targets, needs) + max(logits, work_bytes(targets, needs))
-    stage = max(collecting, max(matrix_bytes(targets), outside_bytes(model, targets)) + logits)
+    stage = max(collecting, max(score_bytes(targets), outside_bytes(model, targets)) + logits)
     return whole + sum(target.size for target in targets) + stage
-
-
-def parameter_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all parameters of a model."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int:
-    """Bytes of what is never on the host: embedding, head, norms, biases, matrices that are skipped."""
-    return parameter_bytes(model) - hosted_bytes(targets)
-
-
-def hosted_bytes(targets: Sequence[QuantTarget]) -> int:
-    """Bytes of the matrices' floats."""
-    return sum(target.size * target.parameter.element_size() for target in targets)
-
-
-def bytes_on_host(targets: Sequence[QuantTarget], folder: Path, *, gpus: int) -> int:
-    """Bytes of the matrices' floats in the host's memory, in the processes of all `gpus` together.
-
-    Processes share what is a view of the weight files in `folder`. Each has its own copy of experts, which are copied one
-    by one (`models/experts.py`), and of what the files do not hold as floats of the model's dtype.
-    """
-    dtypes = stored_float_dtypes(folder)
-    return sum(
-        hosted_bytes([target]) * (1 if target.experts is None and target.parameter.dtype in dtypes else gpus)
-        for target in targets
-    )
-
-
-def largest_block(targets: Sequence[QuantTarget]) -> int:
-    """Bytes of the floats of a block's matrices."""
-    return max(map(hosted_bytes, by_block(targets)))
-
-
-def block_statistics(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
-    """Bytes of the statistics of a block, all of its matrices at once."""
-    return max(bytes_needed(members, needs).total() for members in by_block(targets))
-
-
-def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
-    """Bytes that predicting the loss of a matrix and quantizing it take beside its statistics, at most."""
-    return max(working_bytes(target, needs) for target in targets)
-
-
-def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
-    """Bytes that the scores of the largest matrix are computed in: three times its size in float32."""
-    return 12 * max(target.size for target in targets)
 
 
 def hosted_recipe(recipe: Recipe) -> Recipe:

@@ -10,15 +10,15 @@ import torch
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
-from requant.pipeline.hosting import (
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import Prepared
+from requant.pipeline.shape_bytes import (
     bytes_on_host,
     hosted_bytes,
     largest_block,
-    matrix_bytes,
     outside_bytes,
+    score_bytes,
 )
-from requant.pipeline.outline import Outline
-from requant.pipeline.prepare import Prepared
 from requant.pipeline.statistics import most_statistics, statistics_room
 from requant.pipeline.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.quantizers.registry import find_method
@@ -54,7 +54,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
     method = find_method(recipe.method)
     collecting, coding = most_statistics(prepared, recipe, device)
-    scores, outside = matrix_bytes(prepared.targets), outside_bytes(prepared.model, prepared.targets)
+    scores, outside = score_bytes(prepared.targets), outside_bytes(prepared.model, prepared.targets)
     if recipe.mode == "paper":
         scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
         scores += model if count_gpus(prepared) > 1 else 0

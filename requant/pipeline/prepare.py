@@ -45,8 +45,9 @@ from requant.models.targets import QuantTarget, keep_on_host
 from requant.models.weight_files import folder_bytes
 from requant.pipeline.by_block import with_whole_training
 from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
-from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe, parameter_bytes
+from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe
 from requant.pipeline.outline import Outline, stays_on_host
+from requant.pipeline.shape_bytes import parameter_bytes
 from requant.pipeline.targets import recipe_targets, warn_of_no_experts
 from requant.pipeline.texts import Texts, calibration_text, evaluation_text, in_windows, sampled_text
 from requant.recipe.schema import Recipe

@@ -22,15 +22,15 @@ from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget, by_block, find_blocks
-from requant.pipeline.hosting import (
+from requant.pipeline.outline import Outline
+from requant.pipeline.prepare import Prepared
+from requant.pipeline.shape_bytes import (
     block_statistics,
     largest_block,
     outside_bytes,
     parameter_bytes,
     work_bytes,
 )
-from requant.pipeline.outline import Outline
-from requant.pipeline.prepare import Prepared
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.rounds import rounds_of
@@ -70,7 +70,7 @@ def statistics_room(
         prepared.windows,
         needs,
         kind=device,
-        by_block=prepared.hosted,
+        hosted=prepared.hosted,
         several=ranks.count_owners(prepared.targets) > 1,
     )
     if device == "cpu":

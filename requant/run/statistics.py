@@ -130,7 +130,7 @@ def chunks_that_fit(
     work = max(working_bytes(target, needs) for target in targets)
     hosted = hosted_blocks(run.model) is not None
     batch = pass_bytes(
-        run.model, targets, run.windows, needs, kind=device.type, by_block=hosted, several=several
+        run.model, targets, run.windows, needs, kind=device.type, hosted=hosted, several=several
     )
     return in_chunks(targets, needs, statistics_budget(free, max(work, batch)))
 
@@ -142,7 +142,7 @@ def pass_bytes(
     needs: frozenset[str],
     *,
     kind: str,
-    by_block: bool,
+    hosted: bool,
     several: bool,
 ) -> int:
     """Bytes of a batch of the pass that collects statistics on a device of a `kind`, beside the statistics themselves.
@@ -151,11 +151,11 @@ def pass_bytes(
     is sent when the logits are gone.
     """
     count, length = windows.shape
-    batch = batch_bytes(model, (count, length), needs, by_block=by_block) if kind == "cuda" else 0
+    batch = batch_bytes(model, (count, length), needs, by_block=hosted) if kind == "cuda" else 0
     if not several:
         return batch
     tokens = tokens_at_once(model, count, length, gpu=kind == "cuda", gradients=True)
-    return max(batch, exchanged_bytes(model, targets, tokens, needs, kind=kind, by_block=by_block))
+    return max(batch, exchanged_bytes(model, targets, tokens, needs, kind=kind, by_block=hosted))
 
 
 def statistics_budget(free: int, beside: int) -> float:

@@ -15,10 +15,11 @@ from requant.calibration.passes import mean_loss
 from requant.errors import NumericalError, RecipeError
 from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
-from requant.pipeline.hosting import bytes_on_host, least_memory
+from requant.pipeline.hosting import least_memory
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare, start
+from requant.pipeline.shape_bytes import bytes_on_host
 from requant.quantizers.registry import find_method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe

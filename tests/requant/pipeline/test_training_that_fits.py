@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from requant.pipeline.completion import FITS_RESIDENT
-from requant.pipeline.hosting import parameter_bytes
 from requant.pipeline.outline import outline
 from requant.pipeline.plan import Plan, make_plan
+from requant.pipeline.shape_bytes import parameter_bytes
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Finetune, Recipe
 
