@@ -10,6 +10,7 @@ where `dense` is the container of a registered format (`contract.py`), and `spar
 | --- | --- | --- |
 | `Grid` | `(q - zero_point[i, g]) * scale[i, g] / column_scale[j]`, g = j // group_size | scales |
 | `Codebook` | `levels[i, q]` | levels |
+| `SemiStructured` | `(q + 1/2 - 2^(bits - 1)) * scale[i, g]`, 0 where a 2:4 mask prunes | scales, or all values |
 | `Bands` | that of the part to which row i belongs | those of its parts |
 | `Trellis` | the code of the 16 bits up to q, rotated back and scaled on both sides | output scales |
 | `Sparse` | residual of a weight | residuals |
