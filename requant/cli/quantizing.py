@@ -21,7 +21,7 @@ from requant.cli.launching import check_gpus, ran_on
 from requant.processes import is_first, started
 
 if TYPE_CHECKING:
-    from requant.pipeline.plan import Plan
+    from requant.pipeline.planning.plan import Plan
     from requant.recipe.schema import Recipe
 
 
@@ -191,7 +191,7 @@ def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet:
     """The plan of a run here, for which the weights are read; or with `gpus`, wherever these are, from config.json alone."""
     with importing():
         from requant.pipeline.outline import outline
-        from requant.pipeline.plan import make_plan
+        from requant.pipeline.planning.plan import make_plan
         from requant.pipeline.prepare import prepare
 
     if gpus is None:

@@ -96,7 +96,7 @@ def sparsify(
     if not dry_run:
         check_new_output(folder, resume=resume)
     with importing():
-        from requant.pipeline.plan import make_plan
+        from requant.pipeline.planning.plan import make_plan
         from requant.pipeline.prepare import prepare
         from requant.pipeline.quantize import quantize
         from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict, with_comparison

@@ -38,10 +38,10 @@ from requant.models.devices import peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
+from requant.pipeline.planning.quicker import warn_of_a_slow_run
+from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
-from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.readable import check_readable
-from requant.pipeline.schedule import expected_stages
 from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe

@@ -19,11 +19,11 @@ from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
 from requant.formats.semi_structured import FLOAT16_BITS
 from requant.models.devices import used_memory
-from requant.pipeline.memory import expected_memory
-from requant.pipeline.plan import Plan
+from requant.pipeline.planning.memory import expected_memory
+from requant.pipeline.planning.plan import Plan
+from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
-from requant.pipeline.schedule import expected_stages
 from requant.progress import Stage
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Recipe, Recovery

@@ -10,7 +10,7 @@ import requant
 from requant.checkpoint.validate import read_header
 from requant.errors import RecipeError
 from requant.models.rotations import HEAD_SCALES
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe

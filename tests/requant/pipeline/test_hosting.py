@@ -17,7 +17,7 @@ from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.pipeline.hosting import least_memory
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.prepare import prepare, start
 from requant.pipeline.shape_bytes import bytes_on_host
 from requant.quantizers.registry import find_method

@@ -15,7 +15,7 @@ import requant
 from requant.models.loading import load_model
 from requant.models.weight_files import folder_bytes
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe

@@ -143,7 +143,7 @@ def test_a_run_that_takes_long_on_a_cpu_is_said_before(
     with pytest.raises(KeyboardInterrupt):
         run()
     assert not caplog.text
-    monkeypatch.setattr("requant.pipeline.quicker.SLOW_RUN", 1e-6)
+    monkeypatch.setattr("requant.pipeline.planning.quicker.SLOW_RUN", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         run()
     assert "this run takes about" in caplog.text and "on this CPU" in caplog.text

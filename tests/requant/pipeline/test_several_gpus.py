@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from requant.finetune.memory import training_bytes
-from requant.pipeline.memory import _training_memory
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.memory import _training_memory
+from requant.pipeline.planning.plan import make_plan
+from requant.pipeline.planning.rates import DECODE_SECONDS
+from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.prepare import _alike_on_all_ranks
-from requant.pipeline.rates import DECODE_SECONDS
-from requant.pipeline.schedule import expected_stages
 from requant.quantizers.table_trellis import TRELLIS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Finetune
 from requant.run.rounds import rounds_of
 from requant.sensitivity.pqi import NODES
 
-from .plans import recipe_of, save_shape
+from .planning.plans import recipe_of, save_shape
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[3]
 def test_a_plan_for_several_gpus(tiny_folder, monkeypatch) -> None:
     """Times of GPUs that are not here: of two, half, but for embedding and head, and weights that are decoded on each of
     them. Statistics are divided, what trains not."""
-    monkeypatch.setattr("requant.pipeline.costs.FULL_WIDTH", 1)
+    monkeypatch.setattr("requant.pipeline.planning.costs.FULL_WIDTH", 1)
     # which so small a model would wait for most of all, in that pass
-    monkeypatch.setattr("requant.pipeline.costs.LAUNCH_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("requant.pipeline.planning.costs.LAUNCH_SECONDS", (0.0, 0.0))
     recipe = recipe_of("trellis", budget=Budget(bits=2.0))
     one, two = (
         make_plan(outline(str(tiny_folder("llama")), recipe, gpus=count), recipe, device="cuda")

@@ -14,7 +14,7 @@ from requant.pipeline.prepare import prepare
 from requant.pipeline.texts import calibration_text, evaluation_text, windows_there
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
-from .plans import recipe_of
+from .planning.plans import recipe_of
 
 
 def test_an_unreachable_default_says_why_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The peak memory of a run over all its stages, from shapes: what the dry run reports about memory.
 
-Training is added up in `finetune/memory.py`, a model larger than its GPU in `hosting.py`.
+Training is added up in `finetune/memory.py`, a model larger than its GPU in `pipeline/hosting.py`.
 """
 
 from typing import Any
@@ -11,6 +11,8 @@ from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.pipeline.outline import Outline
+from requant.pipeline.planning.statistics import most_statistics, statistics_room
+from requant.pipeline.planning.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.pipeline.prepare import Prepared
 from requant.pipeline.shape_bytes import (
     bytes_on_host,
@@ -19,8 +21,6 @@ from requant.pipeline.shape_bytes import (
     outside_bytes,
     score_bytes,
 )
-from requant.pipeline.statistics import most_statistics, statistics_room
-from requant.pipeline.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.side_by_side import at_once

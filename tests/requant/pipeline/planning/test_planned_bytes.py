@@ -6,7 +6,7 @@ import pytest
 
 import requant
 from requant.checkpoint.sizes import byte_table
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Finetune

@@ -27,12 +27,12 @@ from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.hosting import HOSTED
-from requant.pipeline.memory import expected_memory, host_memory, on_host
 from requant.pipeline.outline import Outline
+from requant.pipeline.planning.memory import expected_memory, host_memory, on_host
+from requant.pipeline.planning.quicker import warn_of_a_slow_run
+from requant.pipeline.planning.schedule import expected_seconds
+from requant.pipeline.planning.workload import count_gpus, goes_by_block, tokens_of_step
 from requant.pipeline.prepare import Prepared, bytes_before, start
-from requant.pipeline.quicker import warn_of_a_slow_run
-from requant.pipeline.schedule import expected_seconds
-from requant.pipeline.workload import count_gpus, goes_by_block, tokens_of_step
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.rounds import rounds_of

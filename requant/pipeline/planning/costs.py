@@ -20,8 +20,7 @@ from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget, siblings
 from requant.pipeline.outline import Outline
-from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
-from requant.pipeline.rates import (
+from requant.pipeline.planning.rates import (
     ADAM_SECONDS,
     COMPILE_SECONDS,
     COMPILED,
@@ -36,15 +35,16 @@ from requant.pipeline.rates import (
     STEP_SECONDS,
     product_rate,
 )
-from requant.pipeline.shape_bytes import hosted_bytes, parameter_bytes
-from requant.pipeline.statistics import statistics_passes
-from requant.pipeline.workload import (
+from requant.pipeline.planning.statistics import statistics_passes
+from requant.pipeline.planning.workload import (
     count_gpus,
     goes_by_block,
     of_fullest_rank,
     tokens_of_step,
     windows_to_train,
 )
+from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
+from requant.pipeline.shape_bytes import hosted_bytes, parameter_bytes
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.sensitivity.pqi import NODES

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from requant.pipeline.planning.quicker import quicker, warn_of_a_slow_run
+from requant.pipeline.planning.schedule import expected_seconds
 from requant.pipeline.prepare import prepare
-from requant.pipeline.quicker import quicker, warn_of_a_slow_run
-from requant.pipeline.schedule import expected_seconds
 from requant.recipe.options import recipe_from_options
 
 WORDS = {"--finetune-steps": "finetune_steps", "--num-samples": "num_samples", "--method": "method"}
@@ -15,7 +15,7 @@ WORDS = {"--finetune-steps": "finetune_steps", "--num-samples": "num_samples", "
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda *_: 1e7)
+    monkeypatch.setattr("requant.pipeline.planning.costs.product_rate", lambda *_: 1e7)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from requant.allocation.budget import allocate_bits
-from requant.pipeline.memory import CHARACTER_BYTES_KEPT
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.memory import CHARACTER_BYTES_KEPT
+from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Finetune, Mode

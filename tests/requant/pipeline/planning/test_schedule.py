@@ -10,20 +10,20 @@ from transformers import LlamaConfig
 
 from requant.formats.grid import Grid
 from requant.pipeline import quantize
-from requant.pipeline.costs import Costs
-from requant.pipeline.memory import expected_memory
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import Plan, make_plan
+from requant.pipeline.planning.costs import Costs
+from requant.pipeline.planning.memory import expected_memory
+from requant.pipeline.planning.plan import Plan, make_plan
+from requant.pipeline.planning.schedule import expected_stages
+from requant.pipeline.planning.statistics import statistics_passes
 from requant.pipeline.prepare import prepare
-from requant.pipeline.schedule import expected_stages
-from requant.pipeline.statistics import statistics_passes
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
 from requant.run.rounds import rounds_of
 
 from .plans import recipe_of, save_shape
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_a_plan_counts_the_windows_that_the_model_writes(tiny_folder) -> None:
@@ -46,7 +46,7 @@ def test_hessians_take_the_products_of_every_input_and_output_once(
     tiny_folder, monkeypatch, name: str, method: str
 ) -> None:
     """q, k and v read one input, so do gate and up; of experts those count that see a token."""
-    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda _dtype, _device: 1.0)
+    monkeypatch.setattr("requant.pipeline.planning.costs.product_rate", lambda _dtype, _device: 1.0)
     recipe = recipe_of(method)
     shaped = outline(str(tiny_folder(name)), recipe)
     config = shaped.model.config
@@ -102,7 +102,7 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
     stages = {}
     for memory, passes in ((79, 3), (300, 1)):
         monkeypatch.setattr(
-            "requant.pipeline.statistics.total_memory", lambda _device, memory=memory: memory << 30
+            "requant.pipeline.planning.statistics.total_memory", lambda _device, memory=memory: memory << 30
         )
         shares = statistics_passes(shaped, shaped.recipe, "cuda", shaped.targets)
         assert len(shares) == passes and shares[0] == 1 and shares == sorted(shares, reverse=True)
@@ -118,7 +118,7 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr("requant.pipeline.costs.product_rate", lambda *_: 1e9)
+    monkeypatch.setattr("requant.pipeline.planning.costs.product_rate", lambda *_: 1e9)
     source = str(tiny_folder("llama"))
 
     def seconds(**changes) -> float:

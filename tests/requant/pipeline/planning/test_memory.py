@@ -11,9 +11,9 @@ from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
 from requant.models.targets import by_block
 from requant.pipeline.outline import outline
-from requant.pipeline.plan import make_plan
+from requant.pipeline.planning.plan import make_plan
+from requant.pipeline.planning.statistics import most_statistics
 from requant.pipeline.prepare import prepare
-from requant.pipeline.statistics import most_statistics
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Finetune, Recipe
 
@@ -72,7 +72,7 @@ def test_codes_come_beside_the_statistics_of_their_pass(tiny_folder, monkeypatch
     needs = METHODS["trellis"].needs
 
     def most(recipe: Recipe, memory: int) -> tuple[int, int]:
-        monkeypatch.setattr("requant.pipeline.statistics.total_memory", lambda _device: memory)
+        monkeypatch.setattr("requant.pipeline.planning.statistics.total_memory", lambda _device: memory)
         return most_statistics(outlined, recipe, "cuda")
 
     dense = recipe_of("trellis", mode="dense")
