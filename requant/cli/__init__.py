@@ -17,14 +17,14 @@ from requant.cli.common import log_failure
 from requant.cli.comparing import compare
 from requant.cli.doctor import doctor
 from requant.cli.exporting import export
+from requant.cli.generating import generate
 from requant.cli.listing import methods, recipes
-from requant.cli.measuring import evaluate, inspect
+from requant.cli.measuring import bench, evaluate, inspect
 from requant.cli.options import PanelledCommand, spelled_out
 from requant.cli.quantizing import quantize
 from requant.cli.resuming import restored_arguments
 from requant.cli.scoring import sensitivity
-from requant.cli.server import serve
-from requant.cli.serving import bench, generate
+from requant.cli.serving import serve
 from requant.cli.sparsifying import sparsify
 from requant.cli.sweeping import sweep
 from requant.errors import InputError, RequantError, is_out_of_memory

@@ -1,4 +1,4 @@
-"""`requant eval` and `requant inspect`."""
+"""What a model or checkpoint measures: `requant eval`, `requant bench` and `requant inspect`."""
 
 import json
 from collections.abc import Mapping
@@ -81,6 +81,49 @@ def _refuse_with(what: str, options: Mapping[str, object]) -> None:
         raise InputError(
             f"{given[0]} has no effect with {what}; run `requant eval` once with --tasks and once without."
         )
+
+
+def bench(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
+    batch: Annotated[str | None, typer.Option(help="Batch sizes to measure, such as 1,8,64.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens written after each prompt.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="A second model to measure, such as the original.")
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile a decoding step with torch.compile.")
+    ] = False,
+    autotune: Annotated[
+        bool,
+        typer.Option("--autotune", help="Measure launch configs of the kernels first, and keep the best."),
+    ] = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Tokens per second and memory of a model."""
+    with importing():
+        from requant.evaluation import bench
+
+    rows = bench.bench(
+        checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+        device=device, dtype=dtype, compiled=compile, autotune=autotune,
+    )  # fmt: skip
+    print(
+        json.dumps([row.to_dict() for row in rows], indent=1)
+        if as_json
+        else bench.speed_table(rows, compared=reference is not None)
+    )
+
+
+def _batches(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"--batch {text} is no list of whole numbers; give, for instance, 1,8,64.")
+    return [int(part) for part in parts]
 
 
 def inspect(

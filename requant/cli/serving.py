@@ -1,6 +1,5 @@
-"""`requant generate` and `requant bench`."""
+"""`requant serve`."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -9,77 +8,51 @@ from requant.cli import options as opt
 from requant.cli.common import importing, say_what_is_loaded
 
 
-def generate(
+def serve(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message; print the model's answer.")
-    ] = False,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-) -> None:
-    """Continue a prompt with a quantized model."""
-    with importing():
-        from requant.inference.generate import generate_text
-
-    say_what_is_loaded()
-    print(
-        generate_text(
-            checkpoint,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            chat=chat,
-            device=device,
-            dtype=dtype,
-        )
-    )
-
-
-def bench(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
-    batch: Annotated[str | None, typer.Option(help="Batch sizes to measure, such as 1,8,64.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens written after each prompt.")] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="A second model to measure, such as the original.")
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="REQUANT_API_KEY", help="Require this key from clients.")
     ] = None,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile a decoding step with torch.compile.")
-    ] = False,
-    autotune: Annotated[
-        bool,
-        typer.Option("--autotune", help="Measure launch configs of the kernels first, and keep the best."),
-    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients. [the folder's name]")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            help="Most tokens of prompt and answer together. [4096, or all the positions of a shorter model]",
+        ),
+    ] = None,
+    max_tokens_limit: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. [1024, or half the context]")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait in the queue.")] = 128,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Answers written at the same time. [8 on a CPU, 1 on a GPU]")
+    ] = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
-    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Tokens per second and memory of a model."""
+    """Serve a model over OpenAI's HTTP API. Completions and chat, streamed or whole."""
     with importing():
-        from requant.evaluation import bench
+        from requant.server.run import serve_checkpoint
 
-    rows = bench.bench(
-        checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
-        device=device, dtype=dtype, compiled=compile, autotune=autotune,
-    )  # fmt: skip
-    print(
-        json.dumps([row.to_dict() for row in rows], indent=1)
-        if as_json
-        else bench.speed_table(rows, compared=reference is not None)
+    say_what_is_loaded(quiet)
+    serve_checkpoint(
+        checkpoint,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        context=context,
+        max_tokens=max_tokens_limit,
+        waiting=max_waiting,
+        batch=batch,
+        device=device,
+        dtype=dtype,
     )
-
-
-def _batches(text: str | None) -> list[int] | None:
-    from requant.errors import InputError
-
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--batch {text} is no list of whole numbers; give, for instance, 1,8,64.")
-    return [int(part) for part in parts]
