@@ -91,7 +91,7 @@ class Exchange:
         given, self.given = self.given, []
         indices: dict[int, int] = {}
         different: dict[int, Tensor] = {}
-        contents: list[tuple[str, list[int]]] = []  # matrix, and its tensors' places in `different`
+        contents: list[tuple[str, list[int]]] = []  # matrix, and its tensors' indices in `different`
         for name, tensors in given:
             for tensor in tensors:
                 if id(tensor) not in indices:
@@ -102,62 +102,64 @@ class Exchange:
         described = [
             (list(each.shape), str(each.dtype).removeprefix("torch.")) for each in different.values()
         ]
-        letters = [_Letter(*value) for value, _ in ranks.gathered((contents, described), {})]
-        for names in _together(letters):
-            self._deliver(names, letters, different)
+        manifests = [_Manifest(*value) for value, _ in ranks.gathered((contents, described), {})]
+        for names in _together(manifests):
+            self._deliver(names, manifests, different)
 
-    def _deliver(self, names: set[str], letters: Sequence["_Letter"], different: dict[int, Tensor]) -> None:
+    def _deliver(
+        self, names: set[str], manifests: Sequence["_Manifest"], different: dict[int, Tensor]
+    ) -> None:
         """All that was given for some matrices, which is dropped then."""
         own, messages, operations = ranks.rank(), list[_Message](), list[dist.P2POp]()
         received: dict[tuple[int, int], Tensor] = {}
-        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-        for source, letter in enumerate(letters):
-            wanted: dict[tuple[int, str], list[int]] = {}  # owner, dtype -> places of what it needs
-            for place, owner in sorted(
-                {(place, self.owners[name]) for name, places in letter.of(names) for place in places}
-            ):
-                wanted.setdefault((owner, letter.tensors[place][1]), []).append(place)
-            for tag, ((owner, dtype), places) in enumerate(sorted(wanted.items())):
+        for source, manifest in enumerate(manifests):
+            for tag, (owner, dtype, indices) in enumerate(manifest.messages(names, self.owners)):
                 if source == owner == own:
-                    received |= {(source, place): different[place] for place in places}
+                    received |= {(source, index): different[index] for index in indices}
                 elif source == own:
-                    sent = torch.cat([different[place].reshape(-1) for place in places])
+                    sent = torch.cat([different[index].reshape(-1) for index in indices])
                     operations.append(dist.P2POp(dist.isend, sent, owner, tag=tag))
                 elif owner == own:
-                    shapes = {place: letter.tensors[place][0] for place in places}
-                    content = torch.empty(
-                        sum(map(prod, shapes.values())), dtype=getattr(torch, dtype), device=device
-                    )
-                    messages.append(_Message(source, shapes, content))
-                    operations.append(dist.P2POp(dist.irecv, content, source, tag=tag))
+                    shapes = {index: manifest.tensors[index][0] for index in indices}
+                    messages.append(_Message.to_receive(source, shapes, dtype))
+                    operations.append(dist.P2POp(dist.irecv, messages[-1].content, source, tag=tag))
             if source == own:
-                for place in {place for _, places in letter.of(names) for place in places}:
-                    received.setdefault((source, place), different.pop(place))
+                for index in {index for _, indices in manifest.of(names) for index in indices}:
+                    received.setdefault((source, index), different.pop(index))
         if operations:
             with ranks.communicating():
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
         for message in messages:
             received |= message.tensors()
-        for source, letter in enumerate(letters):
-            for name, places in letter.of(names):
+        for source, manifest in enumerate(manifests):
+            for name, indices in manifest.of(names):
                 if self.owners[name] == own:
-                    self.use(name, *(received[source, place] for place in places))
+                    self.use(name, *(received[source, index] for index in indices))
 
 
 @dataclass(frozen=True)
-class _Letter:
-    """What a rank gave in a round."""
+class _Manifest:
+    """What a rank gave in a round, but for the values."""
 
-    contents: Sequence[tuple[str, Sequence[int]]]  # matrix, and its tensors' places
-    tensors: Sequence[tuple[Sequence[int], str]]  # shape and dtype, by place
+    contents: Sequence[tuple[str, Sequence[int]]]  # matrix, and the indices of its tensors
+    tensors: Sequence[tuple[Sequence[int], str]]  # shape and dtype, by index
 
     def of(self, names: set[str]) -> Iterator[tuple[str, Sequence[int]]]:
         """The contents that concern these matrices."""
-        return ((name, places) for name, places in self.contents if name in names)
+        return ((name, indices) for name, indices in self.contents if name in names)
 
-    def nbytes(self, place: int) -> int:
-        shape, dtype = self.tensors[place]
+    def messages(self, names: set[str], owners: Mapping[str, int]) -> list[tuple[int, str, list[int]]]:
+        """Owner, dtype and indices of the tensors of each message about these matrices, in the same order on every rank."""
+        wanted: dict[tuple[int, str], list[int]] = {}
+        for index, owner in sorted(
+            {(index, owners[name]) for name, indices in self.of(names) for index in indices}
+        ):
+            wanted.setdefault((owner, self.tensors[index][1]), []).append(index)
+        return [(owner, dtype, indices) for (owner, dtype), indices in sorted(wanted.items())]
+
+    def nbytes(self, index: int) -> int:
+        shape, dtype = self.tensors[index]
         return prod(shape) * getattr(torch, dtype).itemsize
 
 
@@ -166,34 +168,40 @@ class _Message:
     """Tensors of one dtype from a rank, one after the other: a launch for each would take longer than their bytes."""
 
     source: int
-    shapes: Mapping[int, Sequence[int]]  # of the tensors by their places
+    shapes: Mapping[int, Sequence[int]]  # of the tensors by their indices
     content: Tensor  # [m]
+
+    @classmethod
+    def to_receive(cls, source: int, shapes: Mapping[int, Sequence[int]], dtype: str) -> "_Message":
+        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        size = sum(map(prod, shapes.values()))
+        return cls(source, shapes, torch.empty(size, dtype=getattr(torch, dtype), device=device))
 
     def tensors(self) -> dict[tuple[int, int], Tensor]:
         parts = self.content.split([prod(shape) for shape in self.shapes.values()])
         return {
-            (self.source, place): part.view(shape)
-            for (place, shape), part in zip(self.shapes.items(), parts, strict=True)
+            (self.source, index): part.view(shape)
+            for (index, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
 
-def _together(letters: Sequence[_Letter]) -> Iterator[set[str]]:
+def _together(manifests: Sequence[_Manifest]) -> Iterator[set[str]]:
     """The matrices in groups of about AT_ONCE bytes, alike on every rank; those that share a tensor are not parted.
 
     They need not be neighbours: the first projections of queries and of keys and values (DeepSeek) have another between
     them, and gradients at the outputs of attention and MLP are one tensor where a block adds both at once (GPT-NeoX).
     """
-    needed: dict[str, set[tuple[int, int]]] = {}  # matrix -> sources and places of its tensors
-    for source, letter in enumerate(letters):
-        for name, places in letter.contents:
-            needed.setdefault(name, set()).update((source, place) for place in places)
+    needed: dict[str, set[tuple[int, int]]] = {}  # matrix -> sources and indices of its tensors
+    for source, manifest in enumerate(manifests):
+        for name, indices in manifest.contents:
+            needed.setdefault(name, set()).update((source, index) for index in indices)
     last_use = {each: name for name, tensors in needed.items() for each in tensors}
     group: set[str] = set()
     counted: set[tuple[int, int]] = set()  # tensors of the group
     size = 0
     for name, tensors in needed.items():
         group.add(name)
-        size += sum(letters[source].nbytes(place) for source, place in tensors - counted)
+        size += sum(manifests[source].nbytes(index) for source, index in tensors - counted)
         counted |= tensors
         if size >= AT_ONCE and all(last_use[each] in group for each in counted):
             yield group
