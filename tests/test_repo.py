@@ -114,6 +114,23 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
+def test_what_planning_builds_on_does_not_plan() -> None:
+    """Within `pipeline/` imports run downward too: what runs imports `planning/`, which imports what prepares."""
+    imports = {
+        path.relative_to(ROOT / "requant/pipeline"): requant_imports(ast.parse(path.read_text("utf-8")))
+        for path in modules("requant/pipeline")
+    }
+    builds_on = {
+        name.split(".")[2] for path, names in imports.items() if path.parts[0] == "planning"
+        for name in names if name.startswith("requant.pipeline.")
+    } - {"planning"}  # fmt: skip
+    plan = {
+        path.stem for path, names in imports.items() if path.parts[0] != "planning"
+        if any(name.startswith("requant.pipeline.planning.") for name in names)
+    }  # fmt: skip
+    assert builds_on and plan and not builds_on & plan
+
+
 def test_kernels_lie_below_requant() -> None:
     """They and their benchmarks can be used without the rest; `eval/` measures both together."""
     imports = {
