@@ -37,7 +37,10 @@ def matrix_shape(name: str, entry: dict[str, Any]) -> tuple[int, int]:
     """`[n, k]`."""
     shape = entry.get("shape")
     if not isinstance(shape, list) or len(shape) != 2:
-        raise CheckpointError(f"config.json: {name} has shape {_short(shape)} where [n, k] belongs.")
+        raise CheckpointError(
+            f"config.json: {name} has shape {_short(shape)} where [n, k] belongs; no version of requant writes that, do not "
+            "use this folder."
+        )
     n, k = (_bounded(name, "shape", size, 1, MAX_DIMENSION) for size in shape)
     return n, k
 

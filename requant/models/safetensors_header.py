@@ -54,7 +54,10 @@ def read_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     for file in files:
         for name, stored in read_shard(file).items():
             if name in tensors:
-                raise CheckpointError(f"{name} is in both {tensors[name].file.name} and {stored.file.name}.")
+                raise CheckpointError(
+                    f"{name} is in both {tensors[name].file.name} and {stored.file.name}; download the folder again, or do "
+                    "not use it."
+                )
             tensors[name] = stored
     return tensors
 

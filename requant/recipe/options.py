@@ -311,7 +311,10 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         try:
             values = {key.strip(): parse_yaml(value) for key, _, value in pairs}
         except (yaml.YAMLError, ValueError) as error:
-            raise RecipeError(f"--module {text} holds a value that is none ({first_line(error)}).") from error
+            raise RecipeError(
+                f"--module {text} has a value that cannot be read ({first_line(error)}); give numbers, words, true or "
+                "false, as in '*.down_proj:bits=4,group_size=64'."
+            ) from error
         found.setdefault(pattern, {}).update(values)
     return found
 

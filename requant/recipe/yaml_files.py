@@ -48,14 +48,16 @@ def load_recipe(name: str | Path) -> Recipe:
     try:
         data = parse_yaml(read_small_file(path).decode())
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise RecipeError(f"{path} is not valid YAML ({first_line(error)}).") from error
+        raise RecipeError(
+            f"{path} is not valid YAML ({first_line(error)}); mend that place, or start from a recipe of `requant recipes`."
+        ) from error
     return from_dict(data, where=path.name)
 
 
 def from_dict(data: Any, *, where: str = "recipe") -> Recipe:
     """Build a recipe from plain data, strictly."""
     if not isinstance(data, dict):
-        raise RecipeError(f"{where} holds no mapping of keys to values.")
+        raise RecipeError(f"{where} holds no mapping of keys to values; write lines like `method: gptq`.")
     method = data.get("method", Recipe.method)
     config = find_method(method).config
     quantizer = _build(config, data.get("quantizer", {}), f"{where}: quantizer")
@@ -77,7 +79,9 @@ def dump_recipe(recipe: Recipe) -> str:
 def _modules(config: type, data: Any, where: str) -> dict[str, dict[str, Any]]:
     """Pattern -> options of the quantizer."""
     if not isinstance(data, dict) or not all(isinstance(pattern, str) for pattern in data):
-        raise RecipeError(f"{where} must be a mapping of patterns to keys of quantizer.")
+        raise RecipeError(
+            f"{where} must be a mapping of patterns to keys of quantizer; write it like '*.down_proj': {{bits: 4}}."
+        )
     return {pattern: _values(config, options, f"{where}: '{pattern}'") for pattern, options in data.items()}
 
 
