@@ -140,7 +140,7 @@ def codes_of_states(
     codes = torch.empty(*steps.shape[:2], PERIOD, dtype=torch.uint8, device=states.device)
     for i in range(PERIOD):
         step = i // weights_per_step
-        after = sum(own[i + 1 : (step + 1) * weights_per_step])  # bits of the weights behind it in its step
+        after = sum(own[i + 1 : (step + 1) * weights_per_step])  # bits of the weights after it in its step
         codes[..., i] = steps[..., step] >> after & (1 << own[i]) - 1
     return codes.flatten(1)
 

@@ -113,7 +113,7 @@ class Decoder:
         )
 
     def _through_model(self, tokens: Int64[Tensor, "b t"], before: int) -> Float[Tensor, "b v"]:
-        """The last logits of a prompt behind `before` tokens; with less of a cache where the model fails with this one."""
+        """The last logits of a prompt after `before` tokens; with less of a cache where the model fails with this one."""
         where = with_cache(self.model, self.cache) | self._where(before, tokens.shape[1])
         try:
             return self.model(tokens, **where, logits_to_keep=1).logits[:, -1]
@@ -181,7 +181,7 @@ class Decoder:
         self._keep(output.logits[:, -1])
 
     def _where(self, first: int, count: int) -> dict[str, Any]:
-        """Positions of tokens behind others, where the host counts."""
+        """Positions of tokens after `first` others, where the host counts them."""
         growing = isinstance(self.cache, DynamicCache) and first and self.step_model is self.model
         return positions(self.model, first, count) if growing else {}
 

@@ -60,8 +60,8 @@ class FusedPrefill:
     def __call__(
         self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, graphs: PromptGraphs | None = None
     ) -> Float[Tensor, "b v"]:
-        """Logits after the prompts, valid until the next; keys and values are written behind the `cache.length` that are
-        there, which the caller counts. `graphs`: of this cache, if there may be any."""
+        """Logits after the prompts, valid until the next; keys and values are written after the first `cache.length`,
+        which the caller counts. `graphs`: of this cache, if there may be any."""
         b, t = tokens.shape
         kind, past = kind_of(b * t), int(cache.length)
         if graphs is not None and past == 0:
@@ -162,7 +162,7 @@ def read_prompts(
     last: Int64[Tensor, "1"] | None = None,
 ) -> Float[Tensor, "b v"]:
     """Logits after the prompts, by blocks for so many rows; `past` is `cache.length`, on the host. `last`: of the token with
-    this index, where the others behind it are padding."""
+    this index, where those after it are padding."""
     b, t = tokens.shape
     allocate(model, cache, b)
     logits = []

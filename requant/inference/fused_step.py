@@ -67,7 +67,7 @@ class FusedStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Int64[Tensor, "b 1"], cache: Any) -> Float[Tensor, "b v"]:
-        """Logits; keys and values are written behind the `cache.length` that are there, which the caller counts."""
+        """Logits; keys and values are written after the first `cache.length`, which the caller counts."""
         (x, cos, sin), delta = self.inputs(tokens, cache.length), None
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             step: Any = block
@@ -137,7 +137,7 @@ class PlainBlock:
         position: Tensor,
         past: int | None = None,
     ) -> Float[Tensor, "b d"]:
-        """What the block adds to x last; x becomes what it has added before. `past`: x are the tokens of prompts, behind so
+        """What the block adds to x last; x becomes what it has added before. `past`: x are the tokens of prompts, after so
         many others; None: x has one token of every sequence."""
         block = self.block
         y = normalized(x, delta, block.input_layernorm)

@@ -1,7 +1,7 @@
 """Attention of prompts over a static cache that already holds their keys and values, by torch.
 
 This is torch's scaled dot product attention: on a GPU a flash kernel, which accepts fewer key heads than query heads, and
-views of the cache. Token i of a prompt behind `past` others sees the first past + i + 1.
+views of the cache. Token i of a prompt after `past` others sees the first past + i + 1.
 """
 
 from jaxtyping import Float
@@ -18,7 +18,7 @@ def attend_prompt(
     *,
     past: int,
 ) -> Float[Tensor, "m n"]:
-    """Outputs of all heads, n = h d, of m / b tokens of every sequence, one sequence behind the other."""
+    """Outputs of all heads, n = h d, of m / b tokens of every sequence, one sequence after the other."""
     b, t = len(keys), len(q) // len(keys)
     queries = q.unflatten(0, (b, t)).transpose(1, 2)
     keys, values = keys[:, :, : past + t], values[:, :, : past + t]

@@ -5,13 +5,13 @@
 A prompt is some 400 launches, which Python issues in 17 to 47 ms on hosts of an H200, whatever their size. For 512 tokens
 of an 8B model the GPU runs them in 14.6 ms (bf16: 11.8), while prompts launched one by one took 24.8 (25.7). So if the GPU
 would wait for Python (`most_rows`), a prompt is padded and captured, and the added rows cost only time that would have
-been idle. Longer prompts, and prompts behind tokens that are already in the cache, are run as usual.
+been idle. Longer prompts, and prompts that follow tokens in the cache, are run as usual.
 
 Prompts of mixtures are captured as long as their experts do not ask the device where tokens go: on Hopper all of them,
 elsewhere those as short as a step (`experts.py`). Experts are computed for the padding too, and the result discarded.
 
 Padding is never visible. No token of the prompt sees a later one, logits are those of its last token, and the cache counts
-t tokens: a step, or the next part of the text, overwrites the rows behind before it reads them.
+t tokens: a step, or the next part of the text, overwrites the rows after these before it reads them.
 
 The second prompt of a length pays for the capture, which is compared with the same prompt read launch by launch. There are
 at most as many graphs as LENGTHS, since a cache has one number of sequences, and they share their memory: they are replayed

@@ -26,7 +26,7 @@ class SharedLengthLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values behind those that are there; the length stays."""
+        """Write the new keys and values after those in the cache; the length stays."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         positions = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
@@ -36,7 +36,7 @@ class SharedLengthLayer(StaticLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
-        """The length, not what can be counted: slots behind it may hold what a step left that was taken back."""
+        """The length, not a count of slots: those after it may hold what a step left that was taken back."""
         return self.cumulative_length if self.is_initialized else 0
 
 

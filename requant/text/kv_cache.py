@@ -26,7 +26,7 @@ def _argument(kind: type) -> str | None:
 
 
 def positions(model: Any, first: int, count: int) -> dict[str, Any]:
-    """`position_ids` of so many tokens behind others, for a model that takes them.
+    """`position_ids` of so many tokens after others, for a model that takes them.
 
     Bamba would count its text by its first layer, a state, which does not know how long the text is.
     """
