@@ -136,8 +136,10 @@ def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
         return BandedLinear(linears) if bands else linears[0]
 
     coded = table()
-    plain = SimpleNamespace(padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype, scale=None)
-    model.set_input_embeddings(KernelEmbedding(coded, plain, tied=tied))  # type: ignore[arg-type]
+    plain: Any = SimpleNamespace(
+        padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype, scale=None, _parameters={}
+    )
+    model.set_input_embeddings(KernelEmbedding(coded, plain, tied=tied))
     assert isinstance(head, nn.Linear)
     model.lm_head = coded if tied else table()
 

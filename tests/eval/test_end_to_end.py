@@ -8,7 +8,7 @@ import torch
 from requant_kernels import TrellisLayout
 
 from eval import end_to_end
-from requant.inference.kernel_layers import KernelLinear, Sibling
+from requant.inference.kernel_layers import KernelEmbedding, KernelLinear, Sibling
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -40,6 +40,14 @@ def test_matrices_have_the_widths_of_mode_best(tiny_shape: None) -> None:
     equal = end_to_end.build("tiny", "mul1", 2.0, device="cpu", widths="equal")
     for name in end_to_end.WIDTHS[2]:
         assert bits_of(equal, name) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("tables", ["bands", "trellis", "grid"])
+def test_embedding_and_head_are_coded(tiny_shape: None, tables: end_to_end.Tables) -> None:
+    model = end_to_end.build("tiny", "pair", 2.0, device="cpu", widths="best", tables=tables)
+    coded = isinstance(model.model.embed_tokens, KernelEmbedding)
+    assert coded == (tables != "grid") and not isinstance(model.lm_head, torch.nn.Linear)
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 def test_rows_are_timed_beside_the_first_format(tiny_shape: None, tmp_path: Path) -> None:

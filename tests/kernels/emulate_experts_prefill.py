@@ -145,7 +145,7 @@ def check_int8() -> None:
         got = gemm_int8.product(x, layout, config).float().sum(0)
         values = reference.trellis_values(layout)
         error = relative_error(got[:3, :48], rotated_by_reference(x[:3], layout) @ values.T)
-        assert 3e-3 < error < 1.6e-2, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"
+        assert 3e-3 < error < 1.2e-2, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"
 
 
 def rotated_by_reference(x: torch.Tensor, layout: TrellisLayout) -> torch.Tensor:

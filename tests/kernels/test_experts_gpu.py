@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, pack_trellis
+from requant_kernels import TrellisLayout, dispatch, linear, pack_trellis
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +20,7 @@ from .cases import random_trellis, relative_error
 
 pytest.importorskip("triton")
 from requant_kernels.common.compile_ahead import compile_ahead
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import bytes_of_row, experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
@@ -27,6 +28,18 @@ from requant_kernels.experts.step import experts_step
 from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def in_float16(monkeypatch: pytest.MonkeyPatch):
+    """Experts of prompts are; matrices by themselves would be int8 from 65 tokens on."""
+    if supports_sm90(torch.device("cuda", torch.cuda.current_device())):
+        from requant_kernels.trellis import gemm_int8  # in Gluon
+
+        monkeypatch.setattr(gemm_int8, "ENABLED", False)
+    dispatch.forget()
+    yield
+    dispatch.forget()
 
 
 def stacks(

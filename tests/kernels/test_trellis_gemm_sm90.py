@@ -17,7 +17,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8_launch, gemm_sm90, gemm_sm90_launch
-from requant_kernels.trellis.code_ptx import INTEGER_SUMS, ROUNDING
+from requant_kernels.trellis.code_ptx import INTEGER_SUMS
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -151,8 +151,8 @@ def test_a_lane_has_the_operand_of_wgmma_in_int8(
     assert got.dtype == np.int8
     want = (halved(weights) if sums else weights)[..., arranged(np.arange(64))]
     error = got * scale - want
-    assert np.abs(error).max() <= scale / 2 and np.abs(got).max() > 90
-    assert np.square(error).mean() < 1e-4 * np.square(want).mean()
+    assert np.abs(error).max() <= scale * 0.50001 and np.abs(got).max() > 90
+    assert np.square(error).mean() < (4e-5 if sums else 7e-5) * np.square(want).mean()
 
 
 def arranged(columns: Any) -> Any:
@@ -160,15 +160,20 @@ def arranged(columns: Any) -> Any:
     return columns.reshape(4, 4, 4).swapaxes(0, 1).reshape(64)
 
 
-def test_the_largest_sums_are_bytes() -> None:
-    """Four bytes of 255 are 127, not 128, which no signed byte holds."""
-    for sums in (False, True):
-        for signed, factors, mean in (INTEGER_SUMS[sums, second] for second in (False, True)):
-            each = np.array([factors >> shift & 0xFF for shift in (0, 8, 16, 24)], dtype=np.uint8)
-            each = each.view(np.int8 if signed == "s32" else np.uint8).astype(int)
-            largest = int(each[each > 0].sum() * 255 - mean + ROUNDING) >> 8
-            smallest = int(each[each < 0].sum() * 255 - mean + ROUNDING) >> 8
-            assert (largest, smallest) in ((127, -128), (127, -127))
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_every_sum_is_rounded_to_a_byte_without_a_bias(sums: bool, second: bool) -> None:
+    """What `dp4a` makes of any bytes has its integer in the second byte; over random bytes errors have no mean. A bias of
+    0.01 of a unit, the same in all rows, would be 1.7 % of one output of a block of 4096."""
+    signed, factors, mean = INTEGER_SUMS[sums, second]
+    each = np.array([factors >> shift & 0xFF for shift in (0, 8, 16, 24)], dtype=np.uint8)
+    each = each.view(np.int8 if signed == "s32" else np.uint8).astype(int)
+    for extreme in (each[each > 0].sum() * 255, each[each < 0].sum() * 255):
+        assert -128 <= (extreme - mean + 128) >> 8 <= 127
+    drawn = np.random.default_rng(0).integers(0, 256, (1 << 20, 4))
+    scaled = drawn @ each - mean
+    error = (scaled + 128 >> 8) - scaled / 256
+    assert abs(error.mean()) < 0.003 and 0.08 < np.square(error).mean() < 0.09
 
 
 def test_sums_and_differences_make_the_same_product() -> None:
@@ -399,4 +404,4 @@ def test_the_last_round_of_ctas_is_of_smaller_ones(
     skipped = [arguments[-1] for _, _, arguments, _ in launched]
     assert skipped == [0, 8 * grids[0][0]][: len(grids)]
     assert 8 * sum(grid[0] for grid in grids) == rows // 16
-    assert all(constants["N"] * grid[2] == tokens for _, grid, _, constants in launched)
+    assert all(constants["CTA"][0] * grid[2] == tokens for _, grid, _, constants in launched)

@@ -10,6 +10,7 @@ from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis.code_ptx import INTEGER_SCALES
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.rotate import rotate_input
 
@@ -17,7 +18,7 @@ from .cases import random_csr, random_trellis, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
-INT8_LIMIT = 1.5e-2  # weights and activations rounded, by 7e-5 of their variance each
+INT8_LIMIT = 1.4e-2  # weights and activations rounded, by 6e-5 to 8e-5 of their variance each
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 7.75),
     ("mul1", 8), ("pair", 1), ("pair", 2), ("pair", 2.25), ("pair", 4), ("pair", 8), ("3inst", 2), ("3inst", 3.25),
@@ -88,14 +89,14 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
         rotated = rotated.view(m, -1, 8, 4, 2).transpose(2, 3).reshape(m, columns)
     else:
         rotated = rotate_input(x, layout, form.columns, asm=True)
-    unit = 4 / 128
     if form.pair:
         even, odd = weights[:, ::2], weights[:, 1::2]
-        weights, unit = torch.stack([even + odd, even - odd], -1).flatten(1) / 2, 2 / 128
+        weights = torch.stack([even + odd, even - odd], -1).flatten(1) / 2
+    unit = INTEGER_SCALES[form.pair]
     width = weights.shape[1]
     scales = rotated.double().abs().amax(1, keepdim=True) / 127
     q = (rotated.double()[:, :width] / scales.clamp(min=1e-30) + 0.5).floor()
-    v = ((weights / unit) * 256 + 127).div(256, rounding_mode="floor")
+    v = (weights / unit + 0.5).floor()
     want = (q @ v.T) * scales * unit
     assert (
         relative_error(got[:, :n], want[:, :n]) < 2e-3

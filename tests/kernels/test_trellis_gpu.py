@@ -3,6 +3,7 @@
 import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, lookup, pack_trellis
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
 from requant_kernels.ops import lookup_bands, multiply_bands
@@ -82,7 +83,8 @@ def test_joined_matrices_are_rotated_one_by_one(parts: tuple[int, ...], m: int) 
     )  # fmt: skip
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     rows = torch.arange(0, n, max(1, n // 300), device="cuda")
-    assert relative_error(linear(x, layout, bias)[:, rows], want_of(x, layout, bias, rows)) < 2e-3
+    limit = 1.4e-2 if m > 64 and supports_sm90(x.device) else 2e-3  # in int8
+    assert relative_error(linear(x, layout, bias)[:, rows], want_of(x, layout, bias, rows)) < limit
 
 
 @pytest.mark.parametrize(

@@ -194,16 +194,16 @@ class WeightDecoder(SegmentDecoder):
         return new("weights", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
 
     def integers(self, index: int, *, sums: bool) -> str:
-        """Columns 4 `index` to 4 `index` + 3 of the segment as signed bytes, in units of INTEGER_SCALES: weights, or with
-        `sums` half sums and half differences. Byte sums times 64 (half sums times 128), less their mean, end in 8 bits that
-        are rounded off; the bytes above them are the integers."""
+        """Columns 4 `index` to 4 `index` + 3 of the segment as signed bytes: weights, or with `sums` half sums and half
+        differences, by the factors of INTEGER_SUMS. Of such a sum the last 8 bits are rounded off, the next are the integer.
+        """
         new, scaled = self.ptx.new, []
         for column in range(4 * index, 4 * index + 4):
             value = self.hash(column // self.code.weights_per_hash)
             second = self.code.weights_per_hash == 2 and column % 2 == 1
             kind, factors, mean = INTEGER_SUMS[sums, second]
-            raised = ROUNDING - mean & 0xFFFFFFFF
-            scaled.append(new("scaled", f"dp4a.u32.{kind} {{d}}, {value}, 0x{factors:08X}, 0x{raised:x};"))
+            addend = 128 - mean & 0xFFFFFFFF
+            scaled.append(new("scaled", f"dp4a.u32.{kind} {{d}}, {value}, 0x{factors:08X}, 0x{addend:08x};"))
         pairs = [new("pair", f"prmt.b32 {{d}}, {scaled[i]}, {scaled[i + 1]}, 0x0051;") for i in (0, 2)]
         return new("weights", f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
 
@@ -216,17 +216,18 @@ class WeightDecoder(SegmentDecoder):
         return new("sums", f"sub.rn.f16x2 {{d}}, {second}, {first};")
 
 
-# (half sums, second of two weights a hash) -> signedness of the factors of the four bytes, the factors, the mean of the sum
+# (half sums, second of two weights a hash) -> signedness of the factors of the four bytes, the factors, the mean of the sum.
+# The factors are 63 and 127, not 64 and 128: these would leave two bits (one) beyond the integer, and ties, all rounded one
+# way, would be a bias, the same in all rows, which the last transform gathers in one output of every block.
 INTEGER_SUMS = {
-    (False, False): ("u32", 0x40404040, 510 * 64),
-    (False, True): ("s32", 0x40C0C040, 0),
-    (True, False): ("u32", 0x80000080, 255 * 128),
-    (True, True): ("u32", 0x00808000, 255 * 128),
+    (False, False): ("u32", 0x3F3F3F3F, 510 * 63),
+    (False, True): ("s32", 0x3FC1C13F, 0),
+    (True, False): ("u32", 0x7F00007F, 255 * 127),
+    (True, True): ("u32", 0x007F7F00, 255 * 127),
 }
-ROUNDING = 127  # to the nearest of 256; 128 would make the largest sum 128
 INTEGER_SCALES = {
-    False: 4 / 128,
-    True: 2 / 128,
+    False: 2 / 63,
+    True: 2 / 127,
 }  # the final factors of `integers_ptx`, with half sums the second
 SUM_SCALE = 2.0**24 * CODES["pair"].scale  # the final factor of the `sums` of `decode_ptx`
 
@@ -260,8 +261,8 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
 
 @cache
 def integers_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Ptx:
-    """As `decode_ptx`, of a code of byte sums, rounded to int8 in units of INTEGER_SCALES: 8 bits are kept, an error of
-    7e-5 of the weights' variance (half sums: 5e-5).
+    """As `decode_ptx`, of a code of byte sums, rounded to int8 in units of INTEGER_SCALES: an error of 6e-5 of the weights'
+    variance (half sums: 3e-5).
 
     Outputs: 8 registers, 4 per row, of four columns each.
     """

@@ -2,7 +2,7 @@
 
     y = s V x_q        V int8, the byte sums of the codes; x_q int8, rotated activations over the scale s of their token
 
-The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which eight are kept: an error of 7e-5 of the weights'
+The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which eight are kept: an error of 6e-5 of the weights'
 variance. Activations are rounded by as much: a Hadamard transform has spread every large value over all columns, so the
 largest of 4096 is 3.7 deviations, and a step of the integers 0.03. (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456,
 quantizes rotated activations too.) Codes of two bits differ from the original by 7e-2 of the variance, of three by 2e-2,

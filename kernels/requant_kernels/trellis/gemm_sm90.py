@@ -185,7 +185,7 @@ def _load_activations(
 def trellis_gemm_sm90_kernel(
     x_desc, x_scales_ptr, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
-    WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
+    WHOLE: gl.constexpr, CTA: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """out float32 or float16 `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
@@ -194,11 +194,14 @@ def trellis_gemm_sm90_kernel(
     x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type.
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
-    STAGES: columns per stage of activations, and the number of stages.
+    CTA: N tokens, W warps, R row tiles of each. STAGES: columns per stage of activations, and the number of stages.
 
     EXPERTS, if not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid is (.., parts, groups). A group is
     int32 `[expert, first token, end]`; `matrices_ptr`, int32 `[parts, EXPERTS]`, has its matrix's index in the stack, or -1.
     """
+    N: gl.constexpr = CTA[0]
+    W: gl.constexpr = CTA[1]
+    R: gl.constexpr = CTA[2]
     INT8: gl.constexpr = x_desc.dtype == gl.int8
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, min(N, 128), 32] if INT8 else [16, N, 16]
@@ -305,8 +308,8 @@ def gemm_constants(
     return {
         "DECODE": tuple(decode(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
         "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
-        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens_per_cta, "W": config.num_warps,
-        "R": config.tiles_per_warp, "PREFETCH_AT": config.prefetch_at,
+        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole,
+        "CTA": (config.tokens_per_cta, config.num_warps, config.tiles_per_warp), "PREFETCH_AT": config.prefetch_at,
         "STAGES": activation_stages(config.tokens_per_cta, int8=int8), "SCALE": scale,
     }  # fmt: skip
 
@@ -357,7 +360,7 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
 def multiply(
     rotated: Tensor, x_scales: Tensor | None, layout: TrellisLayout, config: GemmSm90Config, *, sums: bool
 ) -> Tensor:  # fmt: skip
-    """`product` of what the kernel reads: float16 [m, columns], or int8 with scales [m]; `sums`: as half sums."""
+    """`product` of what the kernel reads: float16 [m, columns], or int8 with `x_scales` [m]; `sums`: as half sums."""
     int8 = x_scales is not None
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)

@@ -129,7 +129,7 @@ def test_captured_steps_give_the_same_logits(tiny_model, name: str, batch: int) 
 def test_prompts_are_fused_from_the_third_on(tiny_model, name: str, batch: int) -> None:
     """Behind others too, and a step after them."""
     model = tiny_model(name).cuda().bfloat16()
-    fused, plain = Decoder(model, length=100), Decoder(model, length=100, fused=False)
+    fused, plain = Decoder(model, length=150), Decoder(model, length=150, fused=False)
     prompts = [torch.randint(0, 256, (batch, count), device="cuda") for count in (70, 66)]
     (kind,) = {kind_of(batch * count) for count in (70, 66)}
     plain.prefill(prompts[0])
