@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from requant.checkpoint.new_folder import check_output, new_folder
+from requant.checkpoint.read import provenance
 from requant.display import format_bytes
 from requant.errors import InputError, WriteError, did_you_mean
 from requant.exporters import compressed_tensors, dense, gguf
@@ -84,6 +85,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
     source = open_source(checkpoint, dtype=dtype)
     try:
         path = check_output(output)
+        provenance(source.path, source.header.files)  # an export would not show that a file was changed
         with new_folder(path) as folder:
             written = TARGETS[target](source, folder)
             copy_files(source.path, folder)

@@ -147,6 +147,18 @@ def test_a_config_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) 
         export(checkpoint, "dense", tmp_path / "out")
 
 
+def test_a_checkpoint_that_was_changed_is_refused(grid_checkpoint, tmp_path: Path) -> None:
+    """Its export would be a model that nothing shows to be damaged; of a folder without checksums nothing is known."""
+    checkpoint = grid_checkpoint()
+    sums = json.dumps({"files": {"model.safetensors": "0" * 64}})
+    (checkpoint / "checksums.json").write_text(sums)
+    with pytest.raises(CheckpointError, match=r"but checksums\.json says 0000.* download it again"):
+        export(checkpoint, "dense", tmp_path / "out")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"source", "checkpoint"}
+    (checkpoint / "checksums.json").unlink()
+    export(checkpoint, "dense", tmp_path / "out")
+
+
 def test_the_command(cli, grid_checkpoint, tmp_path: Path) -> None:
     checkpoint = grid_checkpoint()
     code, out, error = cli("export", checkpoint, "--to", "dense", "--output", tmp_path / "out", "--json")
