@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from requant.errors import OutputError
@@ -46,10 +46,12 @@ def _prefix(name: str) -> str:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A hidden folder to fill, which becomes `output` when the body ends, durably; removed when the body fails.
+    """A hidden folder to fill, which becomes `output` when the body ends, durably; removed when the body fails,
+    with the folders above it that were made for it.
 
     `output` comes from `check_output`. Raises OSError.
     """
+    made = [parent for parent in output.parents if not parent.exists()]
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = _prefix(output.name)
     for left in output.parent.iterdir():
@@ -70,6 +72,9 @@ def new_folder(output: Path) -> Iterator[Path]:
     finally:
         os.close(handle)
         shutil.rmtree(partial, ignore_errors=True)  # already renamed if all went well
+        with suppress(OSError):  # of the first that is not empty, such as the output's
+            for parent in made:
+                parent.rmdir()
 
 
 def _remove_if_dead(partial: Path) -> None:

@@ -127,6 +127,8 @@ def test_what_cannot_be_done_leaves_nothing(grid_checkpoint, tmp_path: Path, mon
     monkeypatch.setattr(dense, "write_shards", full)
     with pytest.raises(WriteError, match=r"\(No space left on device\); free some space"):
         export(checkpoint, "dense", tmp_path / "out")
+    with pytest.raises(WriteError):
+        export(checkpoint, "dense", tmp_path / "new" / "deeper" / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"source", "checkpoint"}
 
 
