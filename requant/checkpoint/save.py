@@ -27,7 +27,9 @@ from requant.models.rotations import rotation_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
-NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
+NOT_COPIED = (  # weights and what belongs to them, the lock of a run, hidden files
+    *(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, "*.partial.lock", ".*",
+)  # fmt: skip
 COPIED_FOLDERS = ("additional_chat_templates",)
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
