@@ -98,6 +98,13 @@ def check_model_folder(folder: Path) -> None:
                     ) from error
 
 
+def but_in_it(folder: Path) -> str:
+    """`, but 3bit, 4bit in it do`: of the folders in one that has no config.json those that have, as in a sweep's."""
+    having = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    named = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
+    return f", but {named} in it do{'es' if len(having) == 1 else ''}" if having else ""
+
+
 def parse_yaml(text: str) -> Any:
     """Plain data from YAML without aliases, which can name one list a billion times; raises yaml.YAMLError or ValueError."""
     if len(text) > MAX_YAML:

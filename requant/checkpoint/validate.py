@@ -21,7 +21,7 @@ from torch import Tensor
 
 from requant.checkpoint.header import read_folder, read_json
 from requant.errors import CheckpointError
-from requant.files import check_model_folder, path_of
+from requant.files import but_in_it, check_model_folder, path_of
 from requant.formats.bands import BandsSpec
 from requant.formats.contract import ContainerSpec
 from requant.formats.grid import GridSpec
@@ -30,6 +30,7 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.models.rotations import HEAD_SCALES, Rotation
 from requant.models.safetensors_header import StoredTensor
+from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 FORMAT_VERSION = 7
 CHUNK_BYTES = 1 << 26
@@ -78,6 +79,10 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
     path = path_of(path, "a checkpoint")
     if not os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
         raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
+    if not any(os.path.lexists(path / name) for name in ("config.json", WEIGHTS_FILE, INDEX_FILE)):
+        raise CheckpointError(
+            f"{path} holds no checkpoint{but_in_it(path)}; give the folder that `requant quantize` wrote."
+        )
     check_model_folder(path)
     config = read_json(path / "config.json")
     if not trust_remote_code and _mentions_code(config):

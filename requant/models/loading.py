@@ -26,7 +26,7 @@ from requant.errors import (
     first_line,
     is_out_of_memory,
 )
-from requant.files import check_model_folder, parse_json, read_small_file
+from requant.files import but_in_it, check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.prequantized import FORMATS, check_stored, float_dtype, float_state
@@ -198,7 +198,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with _refusing(path, "a folder with its tokenizer files"):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception:
+            load_config(path)  # which it reads as well: a damaged one is no fault of the tokenizer's files
+            raise
 
 
 @contextmanager
@@ -230,11 +234,15 @@ def resolve_source(source: str) -> str:
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ModelError(f"{path} has no config.json; give the folder of a Hugging Face causal LM.")
+            raise ModelError(
+                f"{path} has no config.json{but_in_it(Path(path))}; give the folder of a Hugging Face causal LM."
+            )
         check_model_folder(Path(path))
         return path
     if source in ALIASES:
         return _download(ALIASES[source])
+    if os.path.lexists(path):  # or `folder/model.safetensors` would be asked of the hub
+        raise ModelError(f"{source} is no folder but a file; give the folder of a Hugging Face causal LM.")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(
             f"{source} is no folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."

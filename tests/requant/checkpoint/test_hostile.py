@@ -87,6 +87,8 @@ def test_unreadable_config(checkpoint: Path, text: str) -> None:
 
 def test_missing_folder_and_config(tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", "is no folder")
+    refuse(tmp_path, "holds no checkpoint; give the folder that")
+    (tmp_path / "model.safetensors").write_bytes(b"")
     refuse(tmp_path, "config.json is missing")
 
 

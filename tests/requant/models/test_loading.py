@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from requant.errors import ModelError, NumericalError
+from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError, ModelError, NumericalError
 from requant.models import loading
 from requant.models.loading import (
     ALIASES,
@@ -80,6 +81,18 @@ def test_damaged_folders_are_one_sentence(copy: Path, file: str, content: bytes 
     assert "\n" not in str(caught.value) and str(copy) in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_a_damaged_config_is_not_blamed_on_the_tokenizer(copy: Path) -> None:
+    """Which reads config.json as well, first of all."""
+    config = (copy / "config.json").read_text()
+    (copy / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(ModelError, match=r"hidden_size.*; give a model that transformers knows"):
+        load_tokenizer(str(copy))
+    (copy / "config.json").write_text(config)
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="; give a folder with its tokenizer files"):
+        load_tokenizer(str(copy))
+
+
 def test_pickled_weights_are_not_opened(copy: Path) -> None:
     torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
     (copy / "model.safetensors").unlink()
@@ -109,6 +122,31 @@ def test_sources(tmp_path: Path, tiny_folder) -> None:
         resolve_source("demo1")
     with pytest.raises(ModelError):
         resolve_source("x" * 5000)
+
+
+def test_a_file_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("asked"))
+    (tmp_path / "owner").mkdir()
+    for name in ("notes.txt", "owner/model.safetensors"):
+        Path(name).write_text("")
+        with pytest.raises(
+            ModelError, match=f"^{name} is no folder but a file; give the folder of a Hugging"
+        ):
+            resolve_source(name)
+
+
+def test_a_folder_of_models_names_them(tmp_path: Path) -> None:
+    """As that of a sweep, whose checkpoints lie in it."""
+    for name in ("4bit", "3bit"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has no config\.json, but 3bit, 4bit in it do; give the folder"):
+        resolve_source(str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match="holds no checkpoint, but 3bit, 4bit in it do; give the folder"
+    ):
+        read_header(tmp_path)
 
 
 def test_hub_models_come_as_a_folder(tiny_folder, monkeypatch) -> None:
