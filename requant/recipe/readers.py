@@ -43,10 +43,12 @@ def find_reader(name: str) -> Reader:
 def settings_for(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the program asks for, under those that were given."""
     reader = find_reader(name)
-    chosen = {"mode": "dense", "method": reader.method, "group_size": reader.group_size}
+    chosen: dict[str, Any] = {"mode": "dense", "method": reader.method}
     method = given.get("method", reader.method)
-    if method not in METHODS_OF_GRIDS or hasattr(METHODS[method].config, "symmetric"):
-        chosen["symmetric"] = True  # of `hqq` grids always have zero points
+    if method in METHODS_OF_GRIDS:  # of others the method is refused, and not options that nobody gave
+        chosen["group_size"] = reader.group_size
+        if hasattr(METHODS[method].config, "symmetric"):  # of `hqq` grids always have zero points
+            chosen["symmetric"] = True
     return chosen | dict(given)
 
 

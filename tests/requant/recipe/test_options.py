@@ -344,6 +344,8 @@ def test_a_program_picks_its_grids(program: str, group: int) -> None:
         ({"target": "vlm"}, r"--for vlm is unknown \(did you mean 'vllm'\?\)"),
         ({"target": "vllm", "mode": "paper"}, "takes mode dense, not 'paper'"),
         ({"target": "vllm", "method": "awq"}, "uniform grids, not 'awq'; choose one of: gptq, hqq, rtn"),
+        ({"target": "vllm", "method": "trellis"}, "uniform grids, not 'trellis'; choose one of: gptq"),
+        ({"target": "llama.cpp", "method": "gptk"}, r"method 'gptk' is unknown \(did you mean 'gptq'\?\)"),
         ({"target": "vllm", "bits": 4}, "takes --code-bits, one width for all matrices"),
     ],
 )
