@@ -46,10 +46,17 @@ def ran_on(gpus: int | None, device: str) -> bool:
     return True
 
 
-def check_gpus(count: int, device: str) -> None:
-    """Raise InputError where so many processes have no GPU each."""
+def check_gpus(count: int, device: str, *, gpus: int | None = None, asked: str = "auto") -> None:
+    """Raise InputError where so many processes have no GPU each; `device` is what was picked for the one that was asked for.
+
+    `gpus`: of the option. A run of several processes on a CPU is one that asks for the CPU.
+    """
     import torch
 
+    if (gpus or 1) > 1 and (asked, device) == ("auto", "cpu"):
+        raise InputError(
+            f"--gpus {gpus}: torch sees 0 GPUs here; leave it out, or give --device cpu for as many processes on the CPU."
+        )
     if device.startswith("cuda") and torch.cuda.device_count() < count:
         raise InputError(f"--gpus {count}: torch sees {torch.cuda.device_count()} GPUs here; lower it.")
 

@@ -170,7 +170,7 @@ def _chosen_device(device: str, gpus: int | None, *, dry_run: bool) -> str:
 
     where = pick_device(device)
     if not dry_run:
-        check_gpus(started(), where)
+        check_gpus(started(), where, gpus=gpus, asked=device)
     elif gpus is not None and device == "auto":
         return "cuda"
     return where

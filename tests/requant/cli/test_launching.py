@@ -18,6 +18,13 @@ def test_gpus_that_cannot_be_had(cli, monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(InputError, match=r"^--gpus 2: torch sees 1 GPUs here; lower it\.$"):
         launching.check_gpus(2, "cuda")
     launching.check_gpus(2, "cpu")
+    with pytest.raises(
+        InputError, match=r"^--gpus 2: torch sees 0 GPUs here; .* give --device cpu for as many"
+    ):
+        launching.check_gpus(2, "cpu", gpus=2, asked="auto")
+    launching.check_gpus(2, "cpu", gpus=2, asked="cpu")
+    launching.check_gpus(1, "cpu", gpus=1, asked="auto")
+    launching.check_gpus(2, "cpu", asked="auto")  # of torchrun
     command = ["quantize", "--bits", "3", "--gpus", "2", "--output", tmp_path / "out"]
     assert "give --device cuda, or CUDA_VISIBLE_DEVICES" in cli(*command, "--device", "cuda:0")[2]
 
