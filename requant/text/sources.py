@@ -81,7 +81,7 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
         return f"{key} (written by a model)", iter([packaged.read_text(encoding="utf-8")])
     if key == SELF:
         raise TextError(
-            "`self` is text that the model writes: it can calibrate, and cannot be read as a file"
+            "`self` is text that the model writes: it calibrates alone, and cannot be read as a file; give a text file"
         )
     if not key:
         raise TextError("a text has an empty name: give a file")
