@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import requant
-from requant.cli.common import log_failure
+from requant.cli.common import log_failure, noted_interrupts
 from requant.cli.comparing import compare
 from requant.cli.doctor import doctor
 from requant.cli.exporting import export
@@ -86,12 +86,19 @@ def main() -> None:
     """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
     # read when it is imported: five retries would be fifteen lines before the sentence that says what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    with noted_interrupts() as interrupts:
+        _run(interrupts)
+
+
+def _run(interrupts: Sequence[int]) -> None:
     try:
         _refuse_renamed_options(sys.argv[1:])
         sys.argv[1:] = restored_arguments(sys.argv[1:])
         _leave_fewer_gaps(sys.argv[1:])
         app()
     except RequantError as error:
+        if interrupts:  # an import that it ended may count as a model that cannot be loaded
+            _fail(_interrupted(), 130)
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:  # outside a command
         _fail(_interrupted(), 130)
@@ -100,6 +107,8 @@ def main() -> None:
             _fail(_interrupted(), 130)
         raise
     except Exception as error:
+        if interrupts:  # whatever it met on its way out
+            _fail(_interrupted(), 130)
         if is_out_of_memory(error):
             _fail(OUT_OF_MEMORY, 1)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from requant.errors import OutputError
@@ -34,6 +35,31 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.set_threshold(*before)
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """A list to which every Ctrl-C adds before it raises KeyboardInterrupt.
+
+    In the middle of an import, a compiled module turns that into an ImportError of its own.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if (
+        before is not signal.default_int_handler
+    ):  # ignored, as in the background of a shell, or of another program
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from requant.errors import ModelError
+
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
@@ -119,3 +121,25 @@ def test_a_bug_keeps_its_traceback(cli, monkeypatch) -> None:
     monkeypatch.setattr("requant.pipeline.texts.overlap", bug)
     with pytest.raises(RuntimeError, match="size mismatch"):
         cli("quantize", "--bits", 3, *TINY)
+
+
+@pytest.mark.parametrize("kind", [ImportError, ModelError])
+def test_an_interrupt_that_a_module_calls_a_failed_import(
+    cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception]
+) -> None:
+    """As numpy's and others' compiled ones do where Ctrl-C comes while they are imported."""
+
+    def imported(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise kind("initialization failed") from error
+
+    monkeypatch.setattr("requant.exporters.export.export", imported)
+    before = signal.getsignal(signal.SIGINT)
+    assert cli("export", "a", "--to", "dense", "--output", tmp_path / "b") == (
+        130,
+        "",
+        "requant: interrupted.\n",
+    )
+    assert signal.getsignal(signal.SIGINT) is before
