@@ -43,6 +43,10 @@ class Sensitivities:
     targets: Sequence[QuantTarget]
     diagnosis: Diagnosis
 
+    def __repr__(self) -> str:
+        """One line, as of a QuantizedModel: the targets hold every weight of the model."""
+        return f"Sensitivities({len(self.targets)} matrices, measured dF {self.diagnosis.delta_loss:.4f})"
+
     def by_block(self, score: str) -> dict[int, float]:
         """Block -> signed sum of a score."""
         sums: dict[int, float] = {}

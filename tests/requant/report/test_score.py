@@ -1,5 +1,6 @@
 import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ RECIPE = Recipe(
 def test_scores_on_disk_add_up_to_the_table(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
     source = str(tiny_folder("llama"))
     found = requant.score(source, RECIPE, tiny_text_file, output=tmp_path / "deep" / "out")
+    assert re.fullmatch(r"Sensitivities\(\d+ matrices, measured dF -?\d+\.\d{4}\)", repr(found))
     folder = tmp_path / "deep" / "out"
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     scores = [f"{score}/model.safetensors" for score in ("gradient", "hessian", "pqi")]
