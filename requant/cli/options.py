@@ -107,7 +107,9 @@ Modules = Annotated[
         "'*.down_proj:bits=4,group_size=64'; repeatable. Bits set here are fixed; a budget distributes the rest.",
     ),
 ]
-Output = Annotated[Path | None, of_run(help="Folder to write. [./MODEL-METHOD-BITSbit]")]
+Output = Annotated[
+    Path | None, of_run(help="Folder to write. [./MODEL-METHOD-BITSbit, of codes BITSbit-codes]")
+]
 Device = Annotated[
     str,
     of_run(help="cpu, cuda, or auto: the GPU if there is one.", autocompletion=values("auto", "cpu", "cuda")),
