@@ -95,7 +95,13 @@ class FusedStep:
 
 
 def agrees(
-    model: Any, blocks: "Blocks", what: str, run: Callable[[], Tensor], wanted: Float[Tensor, "b v"]
+    model: Any,
+    blocks: "Blocks",
+    what: str,
+    run: Callable[[], Tensor],
+    wanted: Float[Tensor, "b v"],
+    *,
+    tolerance: float = TOLERANCE,
 ) -> bool:
     """Whether `run`, a step or whatever else goes through fused blocks, gives the logits that are wanted; the log says where
     it does not."""
@@ -106,7 +112,7 @@ def agrees(
     except Exception as problem:  # it is a shortcut: whatever stops it, the model's own way is there
         reason = f"fails on this machine ({type(problem).__name__}: {problem})"
     else:
-        if error <= TOLERANCE:
+        if error <= tolerance:
             return True
         reason = f"gives other logits (relative error {error:.2g})"
     logger.warning(

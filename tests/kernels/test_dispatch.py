@@ -119,7 +119,10 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
             names = [chosen(trellis, m)[0] for m in (1, 16, 17, 64, 65, 1025)]
             many = ("trellis_gemm_sm90", "trellis_gemm_int8") if sm90 else ("trellis_dense",) * 2
             assert names == ["trellis_gemv"] * 2 + [many[0]] * 2 + [many[1]] * 2
-            for exact in (replace(trellis, bits=3.5), replace(trellis, rotates_output=False)):
+            for exact in (
+                replace(trellis, bits=3.5), replace(trellis, rotates_output=False), replace(trellis, input_scales=None),
+                pack_trellis(*random_trellis(32, 16 * 67, 2.25, "cpu"), bits=2.25, code="mul1"),  # 67 blocks of a transform
+            ):  # fmt: skip
                 names = [chosen(exact, m)[0] for m in (17, 1024, 1025)]
                 assert names == [many[0]] * 2 + ["trellis_dense"]
 

@@ -9,6 +9,10 @@ quantizes rotated activations too.) Codes of two bits differ from the original b
 of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so does a head, whose errors are those of the logits.
 Steps of up to 16 tokens have 16-bit activations (`gemv.py`).
 
+A transform spreads a value over its block only. Where one value of a token exceeds all others, in one of B blocks, what it
+is spread to is sqrt(B) times the root mean square, and rounding adds B / (12 x 127^2) of the energy: MAX_BLOCKS limits
+that to 2 % of the error of codes of 3 bits. (11008 columns are 43 blocks of 256; 13696 would be 107 of 128.)
+
 Activations are rotated to float16, in the form that matrices of more bits next to this one read, and quantized in a launch
 of its own, which arranges them as the product reads them: of every 64 columns, lane `4 g + t` multiplies the 16 of tile t,
 four in each register of wgmma's operand.
@@ -40,6 +44,7 @@ MAX_BITS = 3.25  # of codes, to which int8 adds 1 % of their error
 # With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us: an 8B block takes as long at 64 tokens
 # as in float16, and 16 % less at 128.
 MIN_TOKENS = 65
+MAX_BLOCKS = 64  # of the transform of the input
 ENABLED = os.environ.get("REQUANT_INT8_ACTIVATIONS", "1") != "0"
 
 
@@ -84,9 +89,10 @@ def quantized(rotated: Tensor, *, permuted: bool, pdl: bool) -> tuple[Tensor, Te
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Codes of byte sums of up to MAX_BITS, from MIN_TOKENS tokens on, but no head."""
+    """Codes of byte sums of up to MAX_BITS with both rotations, so no head, from MIN_TOKENS tokens on."""
     coarse = CODES[layout.code].byte_sums and layout.bits <= MAX_BITS
-    return ENABLED and coarse and num_tokens >= MIN_TOKENS and layout.rotates_output
+    spread = layout.input_scales is not None and layout.k // (layout.k & -layout.k) <= MAX_BLOCKS
+    return ENABLED and coarse and spread and layout.rotates_output and num_tokens >= MIN_TOKENS
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
