@@ -65,7 +65,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("code", "bits", "n", "k", "m"),
     [
-        ("mul1", 2, 300, 1000, 90), ("mul1", 3, 28672, 1024, 512), ("pair", 2, 512, 4096, 128),
+        ("mul1", 2, 300, 960, 90), ("mul1", 3, 28672, 1024, 512), ("pair", 2, 512, 4096, 128),
         ("pair", 2, 512, 4096, 300), ("mul1", 2.25, 64, 1408, 2100), ("pair", 2.25, 720, 2048, 4096),
     ],
 )  # fmt: skip

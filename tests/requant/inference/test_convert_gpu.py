@@ -31,7 +31,8 @@ def test_logits_are_those_of_the_floats(make_checkpoint, kind: str, tokens: int)
     with torch.no_grad():
         want = exact(ids).logits
         error, usual = relative(served(ids).logits, want), relative(plain(ids).logits, want)
-    assert error < max(4e-3, 2 * usual)
+    int8 = kind == "trellis" and ids.numel() > 64  # where the GPU has these tensor cores
+    assert error < max(4e-2 if int8 else 4e-3, 2 * usual)
     kinds = {type(module) for module in served.modules()}
     assert KernelLinear in kinds or kind == "symmetric"  # groups of 48, which no kernel takes
     assert (Sibling in kinds) == (kind != "symmetric")
