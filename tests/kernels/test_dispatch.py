@@ -127,6 +127,15 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
                 assert names == [many[0]] * 2 + ["trellis_dense"]
 
 
+def test_int8_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "H100")
+    layout = pack_trellis(*random_trellis(32, 256, 2, "cpu"), bits=2, code="pair")
+    assert chosen(layout, 100)[0] == chosen(layout, 2000)[0] == "trellis_gemm_int8"
+    monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
+    dispatch.forget()
+    assert (chosen(layout, 100)[0], chosen(layout, 2000)[0]) == ("trellis_gemm_sm90", "trellis_dense")
+
+
 @pytest.mark.parametrize("code", ["mul1", "pair"])
 def test_matrices_of_more_bits_read_the_same_activations(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """q, k and v have bits of their own, some multiplied in int8 and some not, and share what a norm wrote."""

@@ -20,7 +20,6 @@ from .cases import random_trellis, relative_error
 
 pytest.importorskip("triton")
 from requant_kernels.common.compile_ahead import compile_ahead
-from requant_kernels.common.device import supports_sm90
 from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import bytes_of_row, experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
@@ -33,10 +32,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def in_float16(monkeypatch: pytest.MonkeyPatch):
     """Experts of prompts are; matrices by themselves would be int8 from 65 tokens on."""
-    if supports_sm90(torch.device("cuda", torch.cuda.current_device())):
-        from requant_kernels.trellis import gemm_int8  # in Gluon
-
-        monkeypatch.setattr(gemm_int8, "ENABLED", False)
+    monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
     dispatch.forget()
     yield
     dispatch.forget()

@@ -18,8 +18,6 @@ of its own, which arranges them as the product reads them: of every 64 columns, 
 four in each register of wgmma's operand.
 
     position  16 q + 4 t + e   of   column  16 t + 4 q + e
-
-REQUANT_INT8_ACTIVATIONS=0 keeps float16 for all.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -45,7 +43,7 @@ MAX_BITS = 3.25  # of codes, to which int8 adds 1 % of their error
 # as in float16, and 16 % less at 128.
 MIN_TOKENS = 65
 MAX_BLOCKS = 64  # of the transform of the input
-ENABLED = os.environ.get("REQUANT_INT8_ACTIVATIONS", "1") != "0"
+VARIABLE = "REQUANT_INT8_ACTIVATIONS"  # of the environment: 0 keeps float16 for all
 
 
 @triton.jit
@@ -92,7 +90,8 @@ def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bo
     """Codes of byte sums of up to MAX_BITS with both rotations, so no head, from MIN_TOKENS tokens on."""
     coarse = CODES[layout.code].byte_sums and layout.bits <= MAX_BITS
     spread = layout.input_scales is not None and layout.k // (layout.k & -layout.k) <= MAX_BLOCKS
-    return ENABLED and coarse and spread and layout.rotates_output and num_tokens >= MIN_TOKENS
+    wanted = os.environ.get(VARIABLE) != "0"
+    return wanted and coarse and spread and layout.rotates_output and num_tokens >= MIN_TOKENS
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
