@@ -4,6 +4,7 @@ import errno
 import fnmatch
 import itertools
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from requant.checkpoint.header import CHECKSUMS_FILE
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
+from requant.display import format_bytes
 from requant.errors import NumericalError, WriteError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
@@ -25,12 +27,16 @@ from requant.models.file_names import names_in_files
 from requant.models.prequantized import float_view
 from requant.models.rotations import rotation_of
 
+logger = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
 NOT_COPIED = (  # weights and what belongs to them, the lock of a run, hidden files
     *(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, "*.partial.lock", ".*",
 )  # fmt: skip
 COPIED_FOLDERS = ("additional_chat_templates",)
+MOST_COPIED_BYTES = (
+    64 << 20
+)  # of a file; the largest tokenizers take half of that, and data sets lie beside models too
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
     *COPIED_FOLDERS,
@@ -266,6 +272,13 @@ def _copy_files(source: Path, target: Path, *, tokenizer: bool) -> None:
             if file.is_file() and not any(
                 fnmatch.fnmatch(part, pattern) for part in parts for pattern in left_out
             ):
+                if (size := file.stat().st_size) > MOST_COPIED_BYTES:
+                    logger.warning(
+                        "%s is not copied into the checkpoint: it has %s; copy it yourself if the model needs it",
+                        file,
+                        format_bytes(size),
+                    )
+                    continue
                 copy = target / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 write_bytes(copy, file.read_bytes())

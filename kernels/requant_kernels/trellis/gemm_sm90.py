@@ -1,6 +1,6 @@
 """The trellis GEMM for Hopper, 17 to 1024 tokens, in Gluon: decoding overlaps with the wgmma of the previous weights.
 
-    y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`
+    y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`; or both int8 (`gemm_int8.py`)
 
 The K loop runs over k64 stages, 16 rows x 64 columns per row tile (`layout.py`). Lane `4 g + t` decodes rows 2 g and 2 g + 1
 of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, with two pairs of
@@ -10,6 +10,7 @@ that the decoded registers are the operand as they are:
     row and column of wgmma        of the k64
     row    h g                     2 g + h                      undone when the sums are stored
     column s i t e                 16 t + 4 s + 2 i + e         the order in which activations are written
+    of int8, a k step of 32        16 t + 8 s + 4 i + e
 
 Lanes exchange only the 32 bits before a segment, and weights never go through shared memory. Activations do, by TMA, in
 NUM_STAGES buffers of STAGE_COLUMNS columns. Triton waits for every wgmma whose A operand is in registers; Gluon lets the

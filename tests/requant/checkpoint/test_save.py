@@ -181,6 +181,19 @@ def test_weight_files_and_hidden_files_of_the_source_are_not_copied(parts, tmp_p
     }
 
 
+def test_a_large_file_beside_the_weights_is_not_copied(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, weights = parts
+    source = tmp_path / "source"
+    monkeypatch.setattr("requant.checkpoint.save.MOST_COPIED_BYTES", 100_000)
+    (source / "train.jsonl").write_bytes(b"x" * 100_001)
+    (source / "LICENSE").write_bytes(b"x" * 100_000)
+    path = save(model, tmp_path / "copied", weights, source=source)
+    assert (path / "LICENSE").is_file() and not (path / "train.jsonl").exists()
+    assert "train.jsonl is not copied into the checkpoint: it has 97.7 KiB; copy it yourself" in caplog.text
+
+
 def test_an_existing_output_is_kept(parts, tmp_path: Path) -> None:
     model, weights = parts
     (tmp_path / "there").mkdir()
