@@ -9,7 +9,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis import gemm_int8, gemm_sm90, gemm_sm90_launch
+from requant_kernels.trellis import gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.code_ptx import INTEGER_SCALES
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.rotate import rotate_input
@@ -70,7 +70,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     ],
 )  # fmt: skip
 def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int, k: int, m: int) -> None:
-    """Up to float32 (float16 where the product is stored in it), and for any order of the activations."""
+    """Up to the type that products are stored in, and activations that float32 rounds to the other neighbour."""
     torch.manual_seed(0)
     layout = layout_of(code, bits, n, k)
     assert gemm_int8.supports(layout, m, layout.packed_codes.device)
@@ -80,13 +80,11 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
     x[3] = 0
     got = gemm_int8.product(x, layout, config)
     got = got.float().sum(0) if got.dim() == 3 else got.float()
-    weights, rotated = reference.trellis_values(layout).double(), torch.empty(0)
-    form = gemm_int8.activation_form(layout, m)
+    weights, form = reference.trellis_values(layout).double(), gemm_int8.activation_form(layout, m)
     assert form is not None
     if form.permute:
         rotated = gemm_sm90.rotated_activations(x, layout).values
-        columns = rotated.shape[1]
-        rotated = rotated.view(m, -1, 8, 4, 2).transpose(2, 3).reshape(m, columns)
+        rotated = rotated.view(m, -1, 8, 4, 2).transpose(2, 3).flatten(1)
     else:
         rotated = rotate_input(x, layout, form.columns, asm=True)
     if form.pair:
@@ -98,10 +96,17 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
     q = (rotated.double()[:, :width] / scales.clamp(min=1e-30) + 0.5).floor()
     v = (weights / unit + 0.5).floor()
     want = (q @ v.T) * scales * unit
-    assert (
-        relative_error(got[:, :n], want[:, :n]) < 2e-3
-    )  # float32 rounds some activations to the other neighbour
-    assert not got[3].any()
+    assert relative_error(got[:, :n], want[:, :n]) < 2e-3 and not got[3].any()
+
+
+@pytest.mark.parametrize("config", gemm_int8_launch.candidates(Shape("mul1", 2, 720, 2048, 128)), ids=str)
+def test_every_launch_config_in_int8(config: GemmSm90Config) -> None:
+    torch.manual_seed(0)
+    for code, bits in (("mul1", 2.5), ("pair", 2)):
+        layout = layout_of(code, bits, 720, 2048)
+        x = torch.randn(100, 2048, device="cuda", dtype=torch.float16)
+        y = gemm_int8.gemm_int8(x, layout, None, config)
+        assert relative_error(y, reference.linear(x, layout)) < INT8_LIMIT
 
 
 LAUNCHES = gemm_sm90_launch.candidates(Shape("mul1", 2, 720, 2100, 128))
