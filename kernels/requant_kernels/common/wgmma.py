@@ -67,8 +67,8 @@ def unpack_pair(pair, dtype):
 
 
 @gluon.jit
-def unpack_four(bytes):
-    """int32 -> its four bytes, lowest first, as int8 in two new last dimensions of two: the later one is that of halves."""
-    low = gl.join(bytes.to(gl.int8), (bytes >> 8).to(gl.int8))
-    high = gl.join((bytes >> 16).to(gl.int8), (bytes >> 24).to(gl.int8))
+def unpack_four(four):
+    """int32 -> the four int8 that it holds, lowest first, in two new last dimensions: byte of a half, and half."""
+    low = gl.join(four.to(gl.int8), (four >> 8).to(gl.int8))
+    high = gl.join((four >> 16).to(gl.int8), (four >> 24).to(gl.int8))
     return gl.join(low, high)

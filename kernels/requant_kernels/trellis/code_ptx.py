@@ -1,4 +1,4 @@
-"""PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16.
+"""PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16 or as int8.
 
 The state of a weight is the 16 bits of its tile's stream that end with the weight's own bits (bitshift trellis, QTIP,
 arXiv 2406.11235). A computed code hashes the state and reads the weight from the hash (`codes.py`).
@@ -225,10 +225,7 @@ INTEGER_SUMS = {
     (True, False): ("u32", 0x7F00007F, 255 * 127),
     (True, True): ("u32", 0x007F7F00, 255 * 127),
 }
-INTEGER_SCALES = {
-    False: 2 / 63,
-    True: 2 / 127,
-}  # the final factors of `integers_ptx`, with half sums the second
+INTEGER_SCALES = {False: 2 / 63, True: 2 / 127}  # of `integers_ptx`, as is or of half sums: the final factor
 SUM_SCALE = 2.0**24 * CODES["pair"].scale  # the final factor of the `sums` of `decode_ptx`
 
 
@@ -239,11 +236,8 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
 
     Outputs: 16 registers, 8 per row. Inputs: the words of the unit, the lane that holds the bits before.
     """
-    words = quad_bits * k64_per_unit(quad_bits) // 4
     ptx = PtxBuilder()
-    segment = WeightDecoder(
-        ptx, code, quad_bits, [f"${16 + i}" for i in range(words)], k64, f"${16 + words}", spanning=sums
-    )
+    segment = _segment(ptx, code, quad_bits, k64, outputs=16, spanning=sums)
     ptx.comment("weights of two columns at a time")
     for i in range(16):
         if sums:
@@ -256,7 +250,7 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
                 ptx.new("offset", "mov.b32 {d}, 0xC9FEC9FE;"),
             )
             ptx.emit(f"fma.rn.f16x2 ${i}, {segment.pair(i)}, {scale}, {offset};")
-    return ptx.build(["=r"] * 16 + ["r"] * (words + 1))
+    return ptx.build(["=r"] * 16 + ["r"] * (len(segment.words) + 1))
 
 
 @cache
@@ -266,15 +260,21 @@ def integers_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> 
 
     Outputs: 8 registers, 4 per row, of four columns each.
     """
-    words = quad_bits * k64_per_unit(quad_bits) // 4
     ptx = PtxBuilder()
-    segment = WeightDecoder(
-        ptx, code, quad_bits, [f"${8 + i}" for i in range(words)], k64, f"${8 + words}", spanning=sums
-    )
+    segment = _segment(ptx, code, quad_bits, k64, outputs=8, spanning=sums)
     ptx.comment("weights of four columns at a time")
     for i in range(8):
         ptx.emit(f"mov.b32 ${i}, {segment.integers(i, sums=sums)};")
-    return ptx.build(["=r"] * 8 + ["r"] * (words + 1))
+    return ptx.build(["=r"] * 8 + ["r"] * (len(segment.words) + 1))
+
+
+def _segment(
+    ptx: PtxBuilder, code: str, quad_bits: int, k64: int, *, outputs: int, spanning: bool
+) -> WeightDecoder:
+    """Segment `k64` of a unit whose words, and the lane that holds the bits before, are the inputs after so many outputs."""
+    words = quad_bits * k64_per_unit(quad_bits) // 4
+    names = [f"${outputs + i}" for i in range(words)]
+    return WeightDecoder(ptx, code, quad_bits, names, k64, f"${outputs + words}", spanning=spanning)
 
 
 @cache

@@ -2,20 +2,11 @@
 
     y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`; or both int8 (`gemm_int8.py`)
 
-The K loop runs over k64 stages, 16 rows x 64 columns per row tile (`layout.py`). Lane `4 g + t` decodes rows 2 g and 2 g + 1
-of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, with two pairs of
-columns for each row and k step of 16. The assignment of these to rows and columns of the matrix is free, and chosen so
-that the decoded registers are the operand as they are:
-
-    row and column of wgmma        of the k64
-    row    h g                     2 g + h                      undone when the sums are stored
-    column s i t e                 16 t + 4 s + 2 i + e         the order in which activations are written
-    of int8, a k step of 32        16 t + 8 s + 4 i + e
-
-Lanes exchange only the 32 bits before a segment, and weights never go through shared memory. Activations do, by TMA, in
-NUM_STAGES buffers of STAGE_COLUMNS columns. Triton waits for every wgmma whose A operand is in registers; Gluon lets the
-kernel wait only when it needs the result, so wgmma runs while the next k64 is decoded. At the store, one lane holds rows
-2 g and 2 g + 1 of a token. The following rotation reduces the split-K partial sums, which saves a launch.
+The K loop runs over k64 stages, 16 rows x 64 columns per row tile (`layout.py`), which are decoded in registers, as the
+left operand of wgmma (`wgmma_operand.py`). Activations go through shared memory, by TMA, in NUM_STAGES buffers of
+STAGE_COLUMNS columns. Triton waits for every wgmma whose left operand is in registers; Gluon lets the kernel wait only
+when it needs the result, so wgmma runs while the next k64 is decoded. The following rotation reduces the split-K partial
+sums, which saves a launch.
 
 The experts of a mixture also take one launch (`experts/prefill.py`): tokens are sorted by expert, a CTA has up to N tokens
 of one expert, and reads the index of its matrix on the device (EXPERTS, `group_product`).
@@ -52,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.device import num_sms
 from requant_kernels.common.launch import launch
-from requant_kernels.common.wgmma import lane_and_tiles, unpack_four, unpack_pair, x_layout
+from requant_kernels.common.wgmma import lane_and_tiles, x_layout
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_sm90_launch
@@ -67,6 +58,7 @@ from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
+from requant_kernels.trellis.wgmma_operand import decode, decode_int8, sums_layout
 
 MAX_TOKENS = 1024  # above, decoding once for all tokens and cuBLAS are faster
 # Above, products of tall matrices without split-K are stored in float16, like cuBLAS's: their bytes count, and their inputs
@@ -76,8 +68,6 @@ K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 # Limit for `pair` as half sums: the products of an 8B block take 14 % less time at 32 tokens, 8 at 64, 3 at 128.
 HALF_SUM_TOKENS = 128
-INT32_X8 = gl.constexpr((gl.int32,) * 8)
-INT32_X16 = gl.constexpr((gl.int32,) * 16)
 
 
 def activation_stages(tokens: int, *, int8: bool = False) -> tuple[int, int]:
@@ -90,21 +80,6 @@ def activation_stages(tokens: int, *, int8: bool = False) -> tuple[int, int]:
 def max_registers(config: GemmSm90Config, quad_bits: int) -> int | None:
     """Register limit per thread where 16 warps should fit an SM; None: as many as the compiler wants."""
     return 128 if config.tokens_per_cta <= 64 and config.tiles_per_warp == 1 and quad_bits <= 16 else None
-
-
-@gluon.constexpr_function
-def sums_layout(N, W, R):
-    """`[16 W R, N]`, rows in matrix order: wgmma's accumulator with two adjacent rows of a token fastest."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[
-            [1, 0], [0, 1], *[[0, 1 << i] for i in range(3, N.bit_length() - 1)],
-            *[[16 * W << i, 0] for i in range(R.bit_length() - 1)],
-        ],
-        lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-        warp_bases=[[16 << i, 0] for i in range(W.bit_length() - 1)],
-        block_bases=[],
-        shape=[16 * W * R, N],
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -125,52 +100,6 @@ def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr
             LOADS[u if WHOLE else 0].text, LOADS[0].constraints, (at,), dtype=types, is_pure=False, pack=1
         )
     return found
-
-
-@gluon.jit
-def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
-            A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """k64 number Q of a k_tile, for all row tiles -> weights `[16 W R, 64]` in the layout of wgmma's A operand."""
-    first: gl.constexpr = Q // J * COUNT
-    p = gl.inline_asm_elementwise(
-        DECODE[Q % J].text, DECODE[Q % J].constraints, words[first : first + COUNT] + (previous_lane,),
-        dtype=INT32_X16, is_pure=False, pack=1,
-    )  # fmt: skip
-    rows = ()
-    for h in gl.static_range(2):
-        steps = ()
-        for s in gl.static_range(4):
-            steps = steps + (
-                gl.join(
-                    unpack_pair(p[8 * h + 2 * s], gl.float16), unpack_pair(p[8 * h + 2 * s + 1], gl.float16)
-                ),
-            )  # e i
-        rows = rows + (gl.join(gl.join(steps[0], steps[1]), gl.join(steps[2], steps[3])),)  # e i s0 s1
-    weight = gl.reshape(gl.join(rows[0], rows[1]), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t e i s0 s1 h
-    weight = gl.permute(weight, (0, 1, 8, 2, 7, 6, 5, 3, 4))  # r w h g s1 s0 i t e
-    return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
-
-
-@gluon.jit
-def _decode_int8(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
-                 A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """The same in int8: four columns a register."""
-    first: gl.constexpr = Q // J * COUNT
-    p = gl.inline_asm_elementwise(
-        DECODE[Q % J].text, DECODE[Q % J].constraints, words[first : first + COUNT] + (previous_lane,),
-        dtype=INT32_X8, is_pure=False, pack=1,
-    )  # fmt: skip
-    rows = ()
-    for h in gl.static_range(2):
-        steps = ()
-        for s in gl.static_range(2):
-            steps = steps + (
-                gl.join(unpack_four(p[4 * h + 2 * s]), unpack_four(p[4 * h + 2 * s + 1])),
-            )  # e0 e1 i
-        rows = rows + (gl.join(steps[0], steps[1]),)  # e0 e1 i s
-    weight = gl.reshape(gl.join(rows[0], rows[1]), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t e0 e1 i s h
-    weight = gl.permute(weight, (0, 1, 8, 2, 7, 6, 3, 5, 4))  # r w h g s i t e1 e0
-    return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
 
 
 @gluon.jit
@@ -263,9 +192,9 @@ def trellis_gemm_sm90_kernel(
             if q == PREFETCH_AT:
                 next_words = _load_codes(address, first + step + 1, units, LOADS, COUNT, UNITS, WHOLE)
             if INT8:
-                weight = _decode_int8(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
+                weight = decode_int8(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
             else:
-                weight = _decode(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
+                weight = decode(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
             slot = stage % NUM_STAGES
             if q % PER == 0:
                 mbarrier.wait(full.index(slot), stage // NUM_STAGES % 2)
@@ -305,9 +234,9 @@ def gemm_constants(
     `int8`: to int8."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
-    decode, scale = (integers_ptx, INTEGER_SCALES[sums]) if int8 else (decode_ptx, SUM_SCALE if sums else 1.0)
+    ptx, scale = (integers_ptx, INTEGER_SCALES[sums]) if int8 else (decode_ptx, SUM_SCALE if sums else 1.0)
     return {
-        "DECODE": tuple(decode(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
+        "DECODE": tuple(ptx(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
         "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
         "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole,
         "CTA": (config.tokens_per_cta, config.num_warps, config.tiles_per_warp), "PREFETCH_AT": config.prefetch_at,
