@@ -28,7 +28,7 @@ from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.gemm_int8 import MAX_BITS, MIN_TOKENS
+from requant_kernels.trellis.gemm_int8 import suits
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
@@ -49,8 +49,7 @@ def kernels_of(format: str, bits: float, tokens: int) -> tuple[str, ...]:
     if format in CODES:
         if tokens <= 16 or not sm90:
             return ("trellis_gemv",) if tokens <= 16 else ()
-        int8 = tokens >= MIN_TOKENS and bits <= MAX_BITS and CODES[format].byte_sums
-        return ("trellis_gemm_int8",) if int8 else ("trellis_gemm_sm90",)
+        return ("trellis_gemm_int8",) if suits(format, bits, tokens) else ("trellis_gemm_sm90",)
     if tokens <= 16:
         return FEW_TOKENS if sm90 else ("gemv",)
     return ("gemm_sm90",) if sm90 else ("gemm",)

@@ -8,7 +8,8 @@ A kernel is a module with two functions, its launches beside it, and a line here
     MODULE_launch.py    LAUNCH (`launch_config.py`); absent if there is nothing to choose: then config is None
 
 and, if shared memory depends on the layout, `fits(layout, config, device) -> bool`. Trellis kernels that can return the
-product before its last rotation also have `activation_form` and `product` (`trellis/operands.py`). Modules are imported when
+product before its last rotation also have `activation_form` and `product` (`trellis/operands.py`), and `quantize` where a
+product first does that to its activations, which several layers may share. Modules are imported when
 they are first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all. Every kernel is tested against
 `fallback/reference.py`.
 """

@@ -4,13 +4,15 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from requant_kernels import dequantize, linear, linear_siblings, lookup, pack_trellis
+from requant_kernels import TrellisLayout, dequantize, linear, linear_siblings, lookup, ops, pack_trellis
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, unflatten
 from requant_kernels.ops import lookup_refusal
+from requant_kernels.trellis.operands import RotatedActivations
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
@@ -59,6 +61,36 @@ def test_siblings_are_views_of_one_launch() -> None:
     assert torch.equal(torch.cat(parts, -1), whole)
     with pytest.raises(ValueError, match="make 20, but the packed matrix has 33"):
         linear_siblings(x, layout, (10, 10))
+
+
+def test_activations_that_layers_share_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only for the layers whose kernel reads them so."""
+    layouts = [
+        pack_trellis(*random_trellis(16, 64, bits, "cpu"), bits=bits, code="mul1") for bits in (2, 4, 3)
+    ]
+    given = RotatedActivations(values=torch.zeros(80, 64), scales=None)
+    made: list[RotatedActivations] = []
+    seen: list[RotatedActivations] = []
+
+    def quantize(x: RotatedActivations) -> RotatedActivations:
+        made.append(RotatedActivations(values=x.values.to(torch.int8), scales=torch.ones(80)))
+        return made[-1]
+
+    def product(x: RotatedActivations, layout: TrellisLayout, config: None) -> torch.Tensor:
+        seen.append(x)
+        return torch.zeros(1, 80, layout.n)
+
+    exact = SimpleNamespace(name="float16", module=SimpleNamespace(product=product))
+    int8 = SimpleNamespace(name="int8", module=SimpleNamespace(product=product, quantize=quantize))
+    kernel_of = {layout.bits: exact if layout.bits == 4 else int8 for layout in layouts}
+    monkeypatch.setattr(ops, "dispatch", lambda layout, tokens, device: (kernel_of[layout.bits], None))
+    monkeypatch.setattr(ops, "dispatch_group", lambda *_: None)
+    monkeypatch.setattr(ops, "module_of", lambda kernel: kernel.module)
+    ops.products([given] * 3, layouts, [None] * 3)
+    assert len(made) == 1 and seen[0] is made[0] and seen[1] is given and seen[2] is made[0]
+    other = RotatedActivations(values=torch.ones(80, 64), scales=None)
+    ops.products([given, other], [layouts[0], layouts[2]], [None] * 2)
+    assert len(made) == 3 and bool(seen[-1].values.all())
 
 
 def test_operator_contract_and_tracing() -> None:

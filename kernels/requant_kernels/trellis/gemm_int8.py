@@ -39,8 +39,8 @@ from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 MAX_BITS = 3.25  # of codes, to which int8 adds 1 % of their error
-# With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us: an 8B block takes as long at 64 tokens
-# as in float16, and 16 % less at 128.
+# With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us: at 64 tokens the products of an 8B block
+# gain nothing (`gemm-int8-trials-h200.json`), at 128 16 % (`pair`, `gemm-int8-h200.json`).
 MIN_TOKENS = 65
 MAX_BLOCKS = 64  # of the transform of the input
 VARIABLE = "REQUANT_INT8_ACTIVATIONS"  # of the environment: 0 keeps float16 for all
@@ -86,12 +86,16 @@ def quantized(rotated: Tensor, *, permuted: bool, pdl: bool) -> tuple[Tensor, Te
     return q, scales
 
 
+def suits(code: str, bits: float, num_tokens: int) -> bool:
+    """Whether int8 loses little of such codes and gains time for so many tokens."""
+    return CODES[code].byte_sums and bits <= MAX_BITS and num_tokens >= MIN_TOKENS
+
+
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Codes of byte sums of up to MAX_BITS with both rotations, so no head, from MIN_TOKENS tokens on."""
-    coarse = CODES[layout.code].byte_sums and layout.bits <= MAX_BITS
+    """Codes and tokens that int8 suits, with both rotations, so no head."""
     spread = layout.input_scales is not None and layout.k // (layout.k & -layout.k) <= MAX_BLOCKS
     wanted = os.environ.get(VARIABLE) != "0"
-    return wanted and coarse and spread and layout.rotates_output and num_tokens >= MIN_TOKENS
+    return wanted and spread and layout.rotates_output and suits(layout.code, layout.bits, num_tokens)
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
