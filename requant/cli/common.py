@@ -50,9 +50,8 @@ def noted_interrupts() -> Iterator[list[int]]:
         signal.default_int_handler(number, frame)
 
     before = signal.getsignal(signal.SIGINT)
-    if (
-        before is not signal.default_int_handler
-    ):  # ignored, as in the background of a shell, or of another program
+    # ignored, as in the background of a shell, or of another program
+    if before is not signal.default_int_handler:
         yield noted
         return
     signal.signal(signal.SIGINT, note)

@@ -29,9 +29,8 @@ from requant.inference.kernel_layers import KernelLinear
 from requant.models.experts import Expert, Experts
 
 CHECKED_TOKENS, CHECKED_PROMPT, CHECKED_EXPERTS = 5, 200, 2
-LIMIT = (
-    5e-2  # relative: one by one, three products of a prompt round to int8; a wrong index is of the order of 1
-)
+# relative: one by one, three products of a prompt round to int8; a wrong index is of the order of 1
+LIMIT = 5e-2
 logger = logging.getLogger(__name__)
 
 

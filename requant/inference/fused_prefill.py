@@ -32,9 +32,8 @@ from requant.inference.static_cache import SharedLengthCache
 from requant.inference.step_inputs import has_fixed_angles
 from requant.text.kv_cache import with_cache
 
-TOLERANCE = (
-    1e-1  # of the logits, relative: activations in int8 are rounded otherwise where they differ a little
-)
+# of the logits, relative: activations in int8 are rounded otherwise where they differ a little
+TOLERANCE = 1e-1
 EXCERPT = 1152  # rows that are compared, at least: more than all TRELLIS_BOUNDS
 MAX_ROWS = 1 << 15  # of a pass: launches have a row each along a dimension that ends at 65535
 logger = logging.getLogger(__name__)

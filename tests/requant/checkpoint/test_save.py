@@ -164,9 +164,8 @@ def test_weight_files_and_hidden_files_of_the_source_are_not_copied(parts, tmp_p
     source = tmp_path / "source"
     for name in ("pytorch_model.bin", "x.gguf", "old.onnx", "pytorch_model.bin.index.json", ".gitattributes"):
         (source / name).write_text("no")
-    (source / "copied.partial.lock").write_text(
-        ""
-    )  # of the run itself, whose output may lie in the model's folder
+    # of the run itself, whose output may lie in the model's folder
+    (source / "copied.partial.lock").write_text("")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("yes")
     path = save(model, tmp_path / "copied", weights, source=source)
