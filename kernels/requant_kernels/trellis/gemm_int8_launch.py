@@ -11,8 +11,8 @@ from requant_kernels.trellis.gemm_sm90_launch import trellis_gemm_sm90
 
 
 def trellis_gemm_int8(shape: Shape, device: torch.device) -> GemmSm90Config:
-    """As in float16, but four warps of two tiles for 128 tokens without split-K: 28672 x 4096 takes 34.5 us in place of 38.9
-    (`pair`), 45.9 of 49.1 (`mul1` at 3 bits)."""
+    """As in float16, but four warps of two tiles for 128 tokens without split-K: 28672 x 4096 takes 34.5 us instead of 38.9
+    (`pair`), 45.9 instead of 49.1 (`mul1` at 3 bits; `gemm-int8-trials-h200.json`)."""
     config = trellis_gemm_sm90(shape, device)
     if config.tokens_per_cta == 128 and config.split_k == 1:
         return dataclasses.replace(config, num_warps=4, tiles_per_warp=2)
