@@ -54,7 +54,7 @@ from requant.inference.decode import Decoder
 from requant.inference.generate import generate_text
 from requant.models.loading import DEMO
 from requant.models.targets import find_blocks
-from requant.pipeline.quantize import QuantizedModel
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.recipe.options import recipe_from_options
 
 PROCESSES, SECONDS = 2, 240.0  # rows at once, and the limit for a row

@@ -32,7 +32,7 @@ from requant.errors import TextError
 from requant.evaluation.perplexity import Protocol, perplexity_and_kl
 from requant.formats.quantized_weight import spec_of
 from requant.inference.own_text import own_windows
-from requant.pipeline.prepare import Prepared, prepare, start
+from requant.pipeline.preparation.prepare import Prepared, prepare, start
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import to_dict

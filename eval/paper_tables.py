@@ -41,7 +41,7 @@ from eval.common import (
 )
 from eval.markdown import RESULTS
 from requant.calibration.passes import gradient_pass, mean_loss
-from requant.pipeline.diagnosis import diagnose
+from requant.evaluation.diagnosis import diagnose
 from requant.pipeline.paper import OUTLIER_RULES, Masks, detach_significant, detach_weights, global_top
 from requant.recipe.schema import Detach
 from requant.run.context import RunContext, Weights, loss, scores

@@ -47,7 +47,7 @@ from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes, save_checkpoint
 from requant.formats.quantized_weight import spec_of
-from requant.pipeline.completion import own_windows_of
+from requant.pipeline.preparation.completion import own_windows_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import trellis_code
 from requant.recipe.schema import Budget

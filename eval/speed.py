@@ -50,11 +50,11 @@ from requant.finetune.saved_training import SavedTraining
 from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
-from requant.pipeline.completion import with_steps
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.completion import with_steps
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
 from requant.recipe.options import parse_size

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from requant.errors import RequantError as RequantError
     from requant.exporters.export import export as export
     from requant.inference.load import load as load
-    from requant.pipeline.quantize import QuantizedModel as QuantizedModel
     from requant.pipeline.quantize import quantize as quantize
+    from requant.pipeline.quantized_model import QuantizedModel as QuantizedModel
     from requant.recipe.schema import Recipe as Recipe
     from requant.recipe.yaml_files import load_recipe as load_recipe
     from requant.report.save import save as save
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # name -> module; torch and transformers take seconds to import, so `requant --help` must not wait for them
 _PUBLIC = {
-    "QuantizedModel": "requant.pipeline.quantize",
+    "QuantizedModel": "requant.pipeline.quantized_model",
     "Recipe": "requant.recipe.schema",
     "RequantError": "requant.errors",
     "export": "requant.exporters.export",

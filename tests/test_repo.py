@@ -114,21 +114,20 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
-def test_what_planning_builds_on_does_not_plan() -> None:
-    """Within `pipeline/` imports run downward too: what runs imports `planning/`, which imports what prepares."""
-    imports = {
-        path.relative_to(ROOT / "requant/pipeline"): requant_imports(ast.parse(path.read_text("utf-8")))
-        for path in modules("requant/pipeline")
-    }
-    builds_on = {
-        name.split(".")[2] for path, names in imports.items() if path.parts[0] == "planning"
-        for name in names if name.startswith("requant.pipeline.")
-    } - {"planning"}  # fmt: skip
-    plan = {
-        path.stem for path, names in imports.items() if path.parts[0] != "planning"
-        if any(name.startswith("requant.pipeline.planning.") for name in names)
-    }  # fmt: skip
-    assert builds_on and plan and not builds_on & plan
+def test_imports_run_downward_within_the_pipeline() -> None:
+    """What runs imports `planning/`, which imports `preparation/`."""
+    order = ("pipeline", "planning", "preparation")
+    upward, found = [], set()
+    for path in modules("requant/pipeline"):
+        importer = path.parent.name
+        for name in requant_imports(ast.parse(path.read_text(encoding="utf-8"))):
+            if not name.startswith("requant.pipeline."):
+                continue
+            imported = name.split(".")[2] if name.split(".")[2] in order else "pipeline"
+            found.add((importer, imported))
+            if order.index(imported) < order.index(importer):
+                upward.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upward == [] and {("pipeline", "planning"), ("planning", "preparation")} <= found
 
 
 def test_kernels_lie_below_requant() -> None:

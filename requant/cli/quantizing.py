@@ -157,7 +157,7 @@ def _request(
     limit = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     chosen = recipe_from_options(recipe, model=model, gpu=device.startswith("cuda"), **given)
     if given["target"] is not None:
-        from requant.pipeline.readable import check_readable
+        from requant.pipeline.preparation.readable import check_readable
 
         check_readable(chosen, given["target"])
     folder = (output if output is not None else output_folder(chosen)).expanduser()
@@ -190,9 +190,9 @@ def _check_destinations(folder: Path, push_to: str | None, *, resume: bool) -> N
 def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet: bool) -> "Plan":
     """The plan of a run here, for which the weights are read; or with `gpus`, wherever these are, from config.json alone."""
     with importing():
-        from requant.pipeline.outline import outline
         from requant.pipeline.planning.plan import make_plan
-        from requant.pipeline.prepare import prepare
+        from requant.pipeline.preparation.outline import outline
+        from requant.pipeline.preparation.prepare import prepare
 
     if gpus is None:
         prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)

@@ -97,7 +97,7 @@ def sparsify(
         check_new_output(folder, resume=resume)
     with importing():
         from requant.pipeline.planning.plan import make_plan
-        from requant.pipeline.prepare import prepare
+        from requant.pipeline.preparation.prepare import prepare
         from requant.pipeline.quantize import quantize
         from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict, with_comparison
         from requant.report.save import save

@@ -1,1 +1,2 @@
-"""Measuring models: perplexity and KL to the original, lm-eval tasks, text samples, tokens per second."""
+"""Measuring models: perplexity and KL to the original, predicted against measured loss, lm-eval tasks, text samples,
+tokens per second."""

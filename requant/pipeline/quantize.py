@@ -1,12 +1,12 @@
 """The stages of a run in order: model + text -> codes + sparse part -> measured quality.
 
-prepare      load, find the matrices, complete the recipe (completion.py), check what can be checked before work (prepare.py)
+prepare      load the model and its texts, complete the recipe, refuse what cannot work (preparation/prepare.py)
 allocate     bits of every matrix, of embedding and of head, within the budget (allocation/budget.py)
 own text     windows that the original writes, to train on as well if the text is too short (inference/own_text.py)
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
              `sparse` (2:4, and training after it)
 finetune     train all that is not a code to match the original's outputs (finetune/final.py); not in mode `sparse`
-diagnose     predicted against measured dF (diagnosis.py)
+diagnose     predicted against measured dF (evaluation/diagnosis.py)
 evaluate     perplexity of the original and of the quantized model, and the KL between them
 
 The checkpoint and its report are written by `requant.save` (report/save.py).
@@ -14,7 +14,6 @@ The checkpoint and its report are written by `requant.save` (report/save.py).
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,9 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant import progress
 from requant.allocation.budget import allocate_bits, has_budget, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
-from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
-from requant.errors import ModelError, RecipeError
+from requant.evaluation.diagnosis import diagnose, diagnosed_windows
 from requant.evaluation.original import OriginalLogits
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
@@ -34,18 +32,19 @@ from requant.finetune.final import finetune
 from requant.finetune.memory import exhaustion_explained
 from requant.inference.own_text import own_windows
 from requant.models.attention_masks import one_text_a_row
-from requant.models.devices import peak_memory, pick_device, used_memory
+from requant.models.devices import peak_memory, used_memory
 from requant.pipeline.best import best
-from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.planning.quicker import warn_of_a_slow_run
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
-from requant.pipeline.readable import check_readable
+from requant.pipeline.preparation.prepare import Prepared, prepare, start
+from requant.pipeline.preparation.readable import check_readable
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.pipeline.sparse import sparse
-from requant.recipe.options import Options, recipe_from_options
+from requant.recipe.options import Options
+from requant.recipe.python_call import recipe_for
 from requant.recipe.schema import Recipe
-from requant.run.context import Allocation, RunContext, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import quantize_linears
 from requant.run.stage_cache import load_stage, save_stage
 from requant.run.statistics import share_statistics
@@ -64,77 +63,6 @@ MODES: dict[str, Callable[[RunContext], Weights]] = {
     "paper": requant_as_published,
     "sparse": sparse,
 }
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class QuantizedModel:
-    """The outcome of a run: `model` holds the quantized weights as floats, `weights` the codes."""
-
-    prepared: Prepared
-    weights: Weights
-    embedding_and_head: Weights  # where they are quantized; of tied ones the embedding
-    allocation: Allocation | None
-    recipe: Recipe
-    before: Quality
-    after: Quality
-    diagnosis: Diagnosis
-    seconds: dict[str, float]
-    peak_memory: int  # bytes, of the GPU where there is one, else of the process
-    samples: Sequence[Sample] = ()  # continuations by the original and by the quantized model
-    # expert -> tokens of the calibration text that were routed to it
-    routed_tokens: Mapping[str, int] = field(default_factory=dict)
-    flip_rates: Sequence[float] = ()  # of 2:4 masks: the share that each update during training moved
-
-    def __repr__(self) -> str:
-        """One line, for a notebook shows what a cell ends with: the fields hold every code of the model."""
-        return (
-            f"QuantizedModel({self.recipe.model}: {len(self.weights)} matrices by {self.recipe.method}, "
-            f"mode {self.recipe.mode}, KL {self.after.mean_kl:.4f})"
-        )
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.prepared.model
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.prepared.tokenizer
-
-    @property
-    def warnings(self) -> list[str]:
-        """What to know before trusting the result, a sentence each."""
-        found = []
-        if self.prepared.why_not_folded:
-            found.append(
-                f"Every matrix has its own rotations, not folded ones: {self.prepared.why_not_folded}."
-            )
-        disagreement = self.diagnosis.disagreement
-        if disagreement is not None and disagreement > DISAGREEMENT:
-            found.append(
-                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: use more nodes "
-                "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
-            )
-        if self.allocation is not None and self.allocation.unspent > TOLERANCE:
-            found.append(
-                f"The matrices are too few to spend the budget: {self.allocation.unspent:.2%} of it stays unspent."
-            )
-        if (starved := self.starved_experts) and not self.recipe.calibration.all_experts:
-            least = min(starved, key=lambda expert: self.routed_tokens[expert])
-            found.append(
-                f"{len(starved)} of {len(self.routed_tokens)} experts saw fewer tokens of the calibration text than their "
-                f"matrices have columns (least: {least}, {self.routed_tokens[least]:,}): their statistics are largely "
-                "those of their layer; raise --num-samples."
-            )
-        return found
-
-    @property
-    def starved_experts(self) -> list[str]:
-        """Experts that saw fewer tokens than the widest of their matrices has columns."""
-        columns: dict[str, int] = {}
-        for target in self.prepared.targets:
-            expert = target.name.rpartition(".")[0]
-            columns[expert] = max(columns.get(expert, 0), target.shape[1])
-        return [expert for expert, tokens in self.routed_tokens.items() if tokens < columns.get(expert, 0)]
 
 
 def quantize(
@@ -196,7 +124,7 @@ def quantize(
         diagnosis = diagnose(
             run,
             weights,
-            diagnosed_windows(prepared),
+            diagnosed_windows(run.windows),
             names=("gradient", "hessian", "pqi"),
             embedding_and_head=embedding_and_head,
             by_matrix=True,
@@ -244,33 +172,6 @@ def with_own_text(run: RunContext, count: int) -> RunContext:
     return dataclasses.replace(
         run, train_windows=torch.cat([written, run.train_windows]), last_states=[], state_caches=[]
     )
-
-
-def recipe_for(
-    model: str | PreTrainedModel | None,
-    recipe: Recipe | Mapping[str, Any] | str | Path | None,
-    text: str | Path | Sequence[str] | None,
-    *,
-    device: str,
-    options: Mapping[str, Any],
-) -> Recipe:
-    """The recipe of a call from Python; it names the model and the text, since the checkpoint says what was done."""
-    if text is not None:
-        if options.get("calibration") is not None:
-            raise RecipeError("text and calibration are the same option; give one of them.")
-        options = {**options, "calibration": text}
-    if isinstance(model, Recipe | Mapping):
-        raise ModelError("what was given as model is a recipe; give it as recipe=..., which names its model.")
-    if not isinstance(model, str | PreTrainedModel | None):
-        raise ModelError(
-            f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name, an alias or a "
-            "PreTrainedModel of transformers (of adapters the result of merge_and_unload())."
-        )
-    if model is None or isinstance(model, str):
-        gpu, name = pick_device(device).startswith("cuda"), model
-    else:
-        gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__
-    return recipe_from_options(recipe, model=name, gpu=gpu, **options)
 
 
 def finetuned(

@@ -22,7 +22,7 @@ from requant.models.devices import used_memory
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.plan import Plan
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.prepare import Prepared, prepare, start
+from requant.pipeline.preparation.prepare import Prepared, prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.progress import Stage
 from requant.quantizers.registry import METHODS

@@ -145,7 +145,7 @@ class Finetune:
 
     @property
     def num_steps(self) -> int:
-        """`steps`, where the model's size has set what was none (`pipeline/completion.py`); else a ValueError."""
+        """`steps`, where the model's size has set what was none (`preparation/completion.py`); else a ValueError."""
         if self.steps is None:
             raise ValueError("finetune.steps is none until a model is prepared")
         return self.steps

@@ -9,7 +9,7 @@ from pathlib import Path
 from requant.checkpoint.save import save_checkpoint
 from requant.errors import InputError
 from requant.files import path_of
-from requant.pipeline.quantize import QuantizedModel
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.pipeline.sparse_verdict import SparseVerdict
 from requant.recipe.yaml_files import dump_recipe
 from requant.report.report import model_card, render_report

@@ -20,11 +20,11 @@ from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import ModelError, RecipeError, WriteError
+from requant.evaluation.diagnosis import Diagnosis, diagnose
 from requant.models.targets import QuantTarget
-from requant.pipeline.diagnosis import Diagnosis, diagnose
-from requant.pipeline.prepare import prepare, start
-from requant.pipeline.quantize import recipe_for
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.recipe.options import Options
+from requant.recipe.python_call import recipe_for
 from requant.recipe.schema import Recipe
 from requant.report.plots import sensitivity_plot
 from requant.run.quantize_linears import quantize_linears

@@ -16,8 +16,8 @@ from requant.files import front_matter
 from requant.formats.quantized_weight import spec_of
 from requant.models.aliases import ALIASES
 from requant.models.loading import auto_class
-from requant.pipeline.prepare import bytes_before
-from requant.pipeline.quantize import QuantizedModel
+from requant.pipeline.preparation.shape_bytes import bytes_before, parameter_bytes
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.recipe.options import budget_name
 from requant.recipe.yaml_files import dump_recipe
 from requant.report.report import (
@@ -38,7 +38,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         name: MatrixBytes(spec=spec, parts=matrix_parts(spec))
         for name, spec in ((name, spec_of(weight)) for name, weight in result.weights.items())
     }
-    before = bytes_before(prepared)
+    before = bytes_before(prepared.model, prepared.source)
     written = _written_bytes(result, stored)
     sizes = _sizes(result, stored)
     sizes["file_headers"] = written - sum(sizes.values())
@@ -278,7 +278,7 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
 def _source_element_size(result: QuantizedModel) -> int:
     """Bytes per element in the source's files, as floats; a run in float32 may have widened them."""
     source = result.prepared.source
-    stored = bytes_before(result.prepared) if source is None else float_bytes(source)
+    stored = parameter_bytes(result.model) if source is None else float_bytes(source)
     return 4 if stored >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
 
 

@@ -20,7 +20,7 @@ from requant.display import format_bytes
 from requant.errors import OutputError, RecipeError
 from requant.files import path_of
 from requant.models.devices import pick_device
-from requant.pipeline.outline import outline
+from requant.pipeline.preparation.outline import outline
 from requant.pipeline.quantize import quantize
 from requant.recipe.options import budget_name, output_folder, recipe_from_options
 from requant.recipe.schema import Recipe

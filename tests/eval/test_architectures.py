@@ -20,7 +20,7 @@ from requant.inference.quant_embedding import QuantEmbedding
 from requant.models.attention_sizes import attention_sizes
 from requant.models.loading import DEMO, auto_class
 from requant.models.targets import find_blocks, find_linears
-from requant.pipeline.by_block import with_whole_training
+from requant.pipeline.preparation.whole_model_only import with_whole_training
 from requant.quantizers.gptq import GptqConfig
 from requant.quantizers.rtn import RtnConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe

@@ -119,7 +119,7 @@ def hosted(monkeypatch) -> Callable[[bool], None]:
     """`hosted(True)`: from now on the matrices of every model stay on the host."""
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr("requant.pipeline.prepare.stays_on_host", lambda *_, **__: on)
+        monkeypatch.setattr("requant.pipeline.preparation.prepare.stays_on_host", lambda *_, **__: on)
 
     return switch
 

@@ -13,7 +13,7 @@ import requant
 from requant import progress
 from requant.cli.common import log_to_file
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.progress import Stage
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe

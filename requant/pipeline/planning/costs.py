@@ -15,11 +15,11 @@ from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
 from requant.calibration.passes import RECOMPUTE_ABOVE
+from requant.evaluation.diagnosis import DIAGNOSED_TOKENS
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget, siblings
-from requant.pipeline.outline import Outline
 from requant.pipeline.planning.rates import (
     ADAM_SECONDS,
     COMPILE_SECONDS,
@@ -43,8 +43,9 @@ from requant.pipeline.planning.workload import (
     tokens_of_step,
     windows_to_train,
 )
-from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
-from requant.pipeline.shape_bytes import hosted_bytes, parameter_bytes
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
+from requant.pipeline.preparation.shape_bytes import hosted_bytes, parameter_bytes
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.sensitivity.pqi import NODES

@@ -1,6 +1,6 @@
 """The peak memory of a run over all its stages, from shapes: what the dry run reports about memory.
 
-Training is added up in `finetune/memory.py`, a model larger than its GPU in `pipeline/hosting.py`.
+Training is added up in `finetune/memory.py`, a model larger than its GPU in `pipeline/preparation/hosting.py`.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
-from requant.pipeline.outline import Outline
 from requant.pipeline.planning.statistics import most_statistics, statistics_room
 from requant.pipeline.planning.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
-from requant.pipeline.prepare import Prepared
-from requant.pipeline.shape_bytes import (
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
+from requant.pipeline.preparation.shape_bytes import (
     bytes_on_host,
     hosted_bytes,
     largest_block,

@@ -26,13 +26,14 @@ from requant.checkpoint.original_sizes import float_bytes
 from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
-from requant.pipeline.hosting import HOSTED
-from requant.pipeline.outline import Outline
 from requant.pipeline.planning.memory import expected_memory, host_memory, on_host
 from requant.pipeline.planning.quicker import warn_of_a_slow_run
 from requant.pipeline.planning.schedule import expected_seconds
 from requant.pipeline.planning.workload import count_gpus, goes_by_block, tokens_of_step
-from requant.pipeline.prepare import Prepared, bytes_before, start
+from requant.pipeline.preparation.hosting import HOSTED
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared, start
+from requant.pipeline.preparation.shape_bytes import bytes_before, parameter_bytes
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.rounds import rounds_of
@@ -168,7 +169,7 @@ def make_plan(
         matrices=dict(Counter(target.kind for target in prepared.targets)),
         weights=weights,
         bits_per_weight=8 * matrices / weights,
-        bytes_before=bytes_before(prepared),
+        bytes_before=bytes_before(prepared.model, prepared.source),
         bytes_after=bytes_after,
         whole_bits_per_weight=8 * bytes_after / _parameter_count(prepared),
         peak_memory=expected_memory(prepared, recipe, device),
@@ -206,7 +207,7 @@ def _file_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Alloca
     """The weight files with so many bytes of `matrices`: the original's as floats, less what quantizing saves."""
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
         return recipe.budget.size
-    as_floats = bytes_before(prepared) if prepared.source is None else float_bytes(prepared.source)
+    as_floats = parameter_bytes(prepared.model) if prepared.source is None else float_bytes(prepared.source)
     per_weight = as_floats / max(1, _parameter_count(prepared))
     saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
     replaced = sum(target.size for target in prepared.targets) * per_weight + saved

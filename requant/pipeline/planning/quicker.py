@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
-from requant.pipeline.outline import Outline
 from requant.pipeline.planning.schedule import expected_seconds
-from requant.pipeline.prepare import Prepared
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Recipe

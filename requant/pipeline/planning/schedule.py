@@ -10,13 +10,13 @@ from math import ceil
 from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
+from requant.evaluation.diagnosis import DIAGNOSED_TOKENS, MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.models.targets import QuantTarget
-from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
-from requant.pipeline.outline import Outline
 from requant.pipeline.planning.costs import Costs
 from requant.pipeline.planning.rates import PREDICTION_SECONDS
 from requant.pipeline.planning.workload import count_gpus, of_fullest_rank
-from requant.pipeline.prepare import DIAGNOSED_TOKENS, Prepared
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
 from requant.progress import Stage
 from requant.quantizers.table_trellis import WEIGHTS_AT_ONCE
 from requant.recipe.schema import Recipe

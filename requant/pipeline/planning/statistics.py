@@ -22,9 +22,9 @@ from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget, by_block, find_blocks
-from requant.pipeline.outline import Outline
-from requant.pipeline.prepare import Prepared
-from requant.pipeline.shape_bytes import (
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
+from requant.pipeline.preparation.shape_bytes import (
     block_statistics,
     largest_block,
     outside_bytes,

@@ -9,8 +9,8 @@ from requant import ranks
 from requant.finetune.final import trains_by_block
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
-from requant.pipeline.outline import Outline
-from requant.pipeline.prepare import Prepared
+from requant.pipeline.preparation.outline import Outline
+from requant.pipeline.preparation.prepare import Prepared
 from requant.recipe.schema import Recipe
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
 from requant.run.workspace import Workspace

@@ -19,7 +19,7 @@ from requant.allocation.predictors import curvature
 from requant.allocation.sizes import available_bits, packed_spec
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Finetune, Mode
 from requant.recipe.yaml_files import load_recipe

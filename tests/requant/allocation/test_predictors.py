@@ -16,7 +16,7 @@ from requant.allocation.predictors import (
 )
 from requant.calibration.stats import LinearStats
 from requant.evaluation.perplexity import perplexity_and_kl
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.quantizers.trellis import block_ldl, white_trace
 from requant.recipe.schema import Calibration, Evaluation, Recipe

@@ -16,7 +16,7 @@ from requant.calibration.hidden_states import HiddenStateCache
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
 from requant.pipeline import best
-from requant.pipeline.outline import outline
+from requant.pipeline.preparation.outline import outline
 from requant.quantizers.gptq import GptqConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe

@@ -191,7 +191,9 @@ def test_text_that_is_calibrated_and_scored_is_said(cli, tiny_folder, tiny_text_
 
 
 def test_outputs_that_cannot_be(refused, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("requant.pipeline.prepare.load_model", lambda *args, **kwargs: pytest.fail("worked"))
+    monkeypatch.setattr(
+        "requant.pipeline.preparation.open_model.load_model", lambda *args, **kwargs: pytest.fail("worked")
+    )
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")
     assert "there exists already; remove it, or choose another --output" in refused(
@@ -346,5 +348,5 @@ def test_a_warning_is_printed_once(
     monkeypatch.setattr(root, "level", root.level)
     log_to_stderr(verbose=False)
     for name in ("wiki.txt", "wiki.txt", "c4.txt"):
-        logging.getLogger("requant.pipeline.prepare").warning("%s is short", name)
+        logging.getLogger("requant.pipeline.preparation.prepare").warning("%s is short", name)
     assert capsys.readouterr().err == "requant: wiki.txt is short\nrequant: c4.txt is short\n"

@@ -26,7 +26,7 @@ TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
     ],
 )
 @pytest.mark.parametrize(
-    "where", ["requant.pipeline.prepare.load_model", "requant.pipeline.quantize.diagnose"]
+    "where", ["requant.pipeline.preparation.open_model.load_model", "requant.pipeline.quantize.diagnose"]
 )
 def test_out_of_memory(
     cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch, failure, where: str
@@ -87,7 +87,7 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "some/file")
 
-    monkeypatch.setattr("requant.pipeline.texts.overlap", full)
+    monkeypatch.setattr("requant.pipeline.preparation.texts.overlap", full)
     code, _, error = cli("quantize", "--bits", 3, *TINY)
     again = "free some space and run again with --resume."
     assert code == 1 and error == f"requant: the disk is full (some/file); {again}\n"
@@ -118,7 +118,7 @@ def test_a_bug_keeps_its_traceback(cli, monkeypatch) -> None:
     def bug(*args, **kwargs):
         raise RuntimeError("size mismatch")
 
-    monkeypatch.setattr("requant.pipeline.texts.overlap", bug)
+    monkeypatch.setattr("requant.pipeline.preparation.texts.overlap", bug)
     with pytest.raises(RuntimeError, match="size mismatch"):
         cli("quantize", "--bits", 3, *TINY)
 

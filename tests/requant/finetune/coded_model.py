@@ -10,7 +10,7 @@ from requant.finetune.teacher import HeadTeacher
 from requant.formats.quantized_weight import trainable_params, weight_function
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.context import RunContext

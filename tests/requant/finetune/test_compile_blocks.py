@@ -14,7 +14,7 @@ from requant.finetune.step import TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher
 from requant.models.loading import load_model
 from requant.models.targets import find_blocks
-from requant.pipeline import prepare as preparing
+from requant.pipeline.preparation import prepare as preparing
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
 

@@ -17,7 +17,7 @@ from requant.finetune.loop import micro_batch_that_fits
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.trainables import default_lr, learning_rate
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import RtnConfig
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe

@@ -25,7 +25,7 @@ from requant.formats import quantized_weight
 from requant.formats.quantized_weight import trainable_params
 from requant.models import mixed_precision
 from requant.models.hosted import HostedMatrix, hosted_blocks
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
@@ -305,7 +305,7 @@ def test_a_run_that_was_killed_in_training_goes_on_there(
 
 HOSTED_COMMAND = """
 import sys
-import requant.pipeline.prepare as prepare
+import requant.pipeline.preparation.prepare as prepare
 from requant.cli import main
 
 on = sys.argv.pop(1) == "hosted"

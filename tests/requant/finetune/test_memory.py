@@ -17,7 +17,7 @@ from requant.finetune.teacher import HeadTeacher
 from requant.finetune.trainables import params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import pack, trainable_params
 from requant.models.targets import find_blocks
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.quantize_linears import quantize_linears

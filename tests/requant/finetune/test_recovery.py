@@ -11,7 +11,7 @@ from requant.finetune.loss import loss_sum
 from requant.finetune.masked_adam import BETAS, EPSILON, MaskedDecay, MaskedDecayAdam
 from requant.finetune.recovery import PrunedWeight, recover
 from requant.finetune.teacher import Teacher
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import PRUNING_METHODS
 from requant.quantizers.semi_structured import SemiStructuredConfig, on_mask
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe, Recovery

@@ -9,7 +9,7 @@ from requant.finetune import teacher as module
 from requant.finetune.final import finetune
 from requant.finetune.teacher import StateCache, Teacher
 from requant.models.targets import find_blocks
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.quantize_linears import quantize_linears

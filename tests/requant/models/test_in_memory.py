@@ -91,7 +91,9 @@ def test_what_is_no_tokenizer_and_no_model_is_refused(tiny_folder) -> None:
 def test_what_does_not_go_with_a_model_is_refused(tiny_folder, tokenizer, monkeypatch) -> None:
     source = str(tiny_folder("llama"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    monkeypatch.setattr("requant.pipeline.targets.find_linears", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr(
+        "requant.pipeline.preparation.recipe_targets.find_linears", lambda *_, **__: pytest.fail("worked")
+    )
     for given, arguments, sentence in (
         (source, {"tokenizer": tokenizer}, "tokenizer= goes with a loaded model"),
         (model, {"dtype": "bfloat16"}, "dtype bfloat16 is not that of the loaded model, float32"),

@@ -13,7 +13,7 @@ from requant.errors import RequantError
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.inference.quant_linear import QuantLinear
-from requant.pipeline.quantize import QuantizedModel
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.report.report import render_report

@@ -11,7 +11,7 @@ from requant.checkpoint.validate import read_header
 from requant.errors import RecipeError
 from requant.models.rotations import HEAD_SCALES
 from requant.pipeline.planning.plan import make_plan
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 

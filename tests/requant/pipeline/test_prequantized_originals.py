@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 import requant
 from requant.models.loading import load_model
 from requant.models.weight_files import folder_bytes
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.plan import make_plan
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.report.summary import result_numbers, result_rows

@@ -17,7 +17,7 @@ from requant.formats.sparse import sparse_mask
 from requant.models.devices import pick_device
 from requant.models.loading import DEMO
 from requant.models.targets import find_linears
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Sensitivity
 from requant.recipe.yaml_files import dump_recipe, load_recipe
@@ -210,7 +210,7 @@ def test_one_chunk_of_statistics_at_a_time(run, monkeypatch, chosen: dict) -> No
 
 
 def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
-    from requant.pipeline.prepare import start
+    from requant.pipeline.preparation.prepare import start
     from requant.run.workspace import Workspace
 
     prepared = run(changed(mode="dense", method="rtn")).prepared

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from requant.finetune.memory import training_bytes
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.memory import _training_memory
 from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.planning.rates import DECODE_SECONDS
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.prepare import _alike_on_all_ranks
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import _alike_on_all_ranks
 from requant.quantizers.table_trellis import TRELLIS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Finetune
 from requant.run.rounds import rounds_of
 from requant.sensitivity.pqi import NODES
 
-from .planning.plans import recipe_of, save_shape
+from .plans import recipe_of, save_shape
 
 ROOT = Path(__file__).parents[3]
 
@@ -114,8 +114,10 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
 @pytest.mark.parametrize("own", [80, 24])
 def test_all_ranks_take_what_the_smallest_gpu_has(monkeypatch, own: int) -> None:
     limits: list[tuple[int, str]] = []
-    monkeypatch.setattr("requant.pipeline.prepare.total_memory", lambda _device: own)
-    monkeypatch.setattr("requant.pipeline.prepare.limit_gpu_memory", lambda *limit: limits.append(limit))
+    monkeypatch.setattr("requant.pipeline.preparation.prepare.total_memory", lambda _device: own)
+    monkeypatch.setattr(
+        "requant.pipeline.preparation.prepare.limit_gpu_memory", lambda *limit: limits.append(limit)
+    )
     _alike_on_all_ranks("cuda:1")  # alone
     monkeypatch.setattr("requant.ranks.world_size", lambda: 2)
     monkeypatch.setattr("requant.ranks.smallest", lambda number: min(number, 24))

@@ -8,7 +8,7 @@ import torch
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.evaluation.perplexity import perplexity_and_kl
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers import hqq, rtn
 from requant.recipe.defaults import default_recipe
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from requant.pipeline.outline import outline
+from requant.pipeline.preparation.outline import outline
 from requant.recipe.defaults import (
     MOST_STEPS,
     SEEN_AT_MOST,

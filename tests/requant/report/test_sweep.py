@@ -63,7 +63,7 @@ def test_what_a_model_limits_is_not_quantized_again(
     """The checkpoint's recipe has a number of steps where the command's has none."""
     folder = str(tiny_folder("llama"))
     options = {**TINY, "method": "rtn", "calibration": str(tiny_text_file)}
-    monkeypatch.setattr("requant.pipeline.completion.finetune_steps", lambda parameters: 0)
+    monkeypatch.setattr("requant.pipeline.preparation.completion.finetune_steps", lambda parameters: 0)
     recipe = {"finetune": {"steps": None}}
     sweep(folder, [4, 5], tmp_path / "out", recipe, **options)
     monkeypatch.setattr("requant.report.sweep.quantize", lambda *_, **__: pytest.fail("once more"))

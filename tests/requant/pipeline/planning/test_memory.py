@@ -10,14 +10,14 @@ import pytest
 from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
 from requant.models.targets import by_block
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.planning.statistics import most_statistics
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Finetune, Recipe
 
-from .plans import recipe_of
+from ..plans import recipe_of
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from requant.allocation.budget import allocate_bits
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.memory import CHARACTER_BYTES_KEPT
 from requant.pipeline.planning.plan import make_plan
-from requant.pipeline.prepare import prepare, start
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Finetune, Mode
 from requant.run.workspace import Workspace
 
-from .plans import recipe_of
+from ..plans import recipe_of
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -94,5 +94,5 @@ def test_a_plan_counts_no_tokens_of_experts(tiny_folder, tiny_text_file: Path, m
     prepared = prepare(str(tiny_folder("qwen3-moe")), recipe, tiny_text_file)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
     assert len(run.routed_tokens) > 0
-    monkeypatch.setattr("requant.pipeline.prepare.routed_tokens", None)
+    monkeypatch.setattr("requant.pipeline.preparation.prepare.routed_tokens", None)
     assert make_plan(prepared, recipe).allocation == allocate_bits(run)

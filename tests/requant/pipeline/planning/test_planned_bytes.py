@@ -7,11 +7,11 @@ import pytest
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.pipeline.planning.plan import make_plan
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Finetune
 
-from .plans import recipe_of
+from ..plans import recipe_of
 
 SLOW = {"trellis": pytest.mark.slow}
 

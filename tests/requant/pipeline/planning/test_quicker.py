@@ -7,7 +7,7 @@ import pytest
 
 from requant.pipeline.planning.quicker import quicker, warn_of_a_slow_run
 from requant.pipeline.planning.schedule import expected_seconds
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.prepare import prepare
 from requant.recipe.options import recipe_from_options
 
 WORDS = {"--finetune-steps": "finetune_steps", "--num-samples": "num_samples", "--method": "method"}

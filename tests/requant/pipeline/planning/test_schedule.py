@@ -10,18 +10,18 @@ from transformers import LlamaConfig
 
 from requant.formats.grid import Grid
 from requant.pipeline import quantize
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.costs import Costs
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.plan import Plan, make_plan
 from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.planning.statistics import statistics_passes
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
 from requant.run.rounds import rounds_of
 
-from .plans import recipe_of, save_shape
+from ..plans import recipe_of, save_shape
 
 ROOT = Path(__file__).parents[4]
 

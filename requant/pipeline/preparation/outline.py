@@ -20,16 +20,16 @@ from requant.models.experts import unfuse_experts
 from requant.models.loading import empty_model, resolve_source
 from requant.models.targets import QuantTarget
 from requant.models.weight_files import folder_bytes
-from requant.pipeline.completion import (
+from requant.pipeline.preparation.completion import (
     own_windows_of,
     trained_where_it_fits,
     trains_only_hosted,
     with_steps,
     within_positions,
 )
-from requant.pipeline.hosting import hosted_recipe, hosts_blocks
-from requant.pipeline.targets import recipe_targets, warn_of_no_experts
-from requant.pipeline.texts import windows_there
+from requant.pipeline.preparation.hosting import hosted_recipe, hosts_blocks
+from requant.pipeline.preparation.recipe_targets import recipe_targets, warn_of_no_experts
+from requant.pipeline.preparation.texts import windows_there
 from requant.recipe.schema import Recipe
 
 

@@ -17,7 +17,7 @@ from requant.inference.static_cache import static_cache
 from requant.models.devices import total_memory
 from requant.models.loading import context_limit
 from requant.models.targets import QuantTarget
-from requant.pipeline.hosting import hosted_recipe
+from requant.pipeline.preparation.hosting import hosted_recipe
 from requant.recipe.defaults import finetune_steps, needed_own_windows
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.rounds import rounds_of

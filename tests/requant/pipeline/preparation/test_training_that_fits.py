@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from requant.pipeline.completion import FITS_RESIDENT
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.plan import Plan, make_plan
-from requant.pipeline.shape_bytes import parameter_bytes
+from requant.pipeline.preparation.completion import FITS_RESIDENT
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.shape_bytes import parameter_bytes
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Finetune, Recipe
 
-from .planning.plans import save_shape
+from ..plans import save_shape
 
 
 @pytest.mark.parametrize(("shape", "limit"), [("1b", 24), ("8b", 90)])
@@ -62,7 +62,13 @@ def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
 ) -> None:
     """At the end only; in GiB."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for place in ("hosting", "completion", "planning.memory", "planning.plan", "planning.statistics"):
+    for place in (
+        "preparation.hosting",
+        "preparation.completion",
+        "planning.memory",
+        "planning.plan",
+        "planning.statistics",
+    ):
         monkeypatch.setattr(f"requant.pipeline.{place}.total_memory", lambda _device: memory << 30)
     source = save_shape(shape, tmp_path)
     recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))

@@ -27,6 +27,7 @@ from requant.sensitivity.scores import score_weights
 from requant.sensitivity.sums import score_sums
 
 K = TypeVar("K")
+DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
 MATRIX_TOKENS_ON_CPU = 1024  # one pass over the model for every matrix takes the longest ...
 MATRIX_WEIGHTS_ON_CPU = 200_000_000  # ... and hours for models with more weights than this
 DISAGREEMENT = 0.02  # of the measured dF: above it the report warns
@@ -61,6 +62,11 @@ class Diagnosis:
         if "pqi" not in self.predicted or scale < 1e-6:
             return None
         return abs(self.total("pqi") + self.other_params_delta - self.delta_loss) / scale
+
+
+def diagnosed_windows(windows: Int64[Tensor, "b t"]) -> Int64[Tensor, "d t"]:
+    """The first of these windows, on which dF is predicted and measured after a run."""
+    return windows[: max(1, DIAGNOSED_TOKENS // windows.shape[1])]
 
 
 def diagnose(

@@ -20,54 +20,40 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
 from requant.calibration.experts import routed_tokens
-from requant.errors import ModelError
 from requant.finetune.compile_blocks import ask_compiler
 from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import limit_gpu_memory, pick_device, total_memory
-from requant.models.experts import unfuse_experts
-from requant.models.folding import fold, obstacle, rotated_targets
-from requant.models.in_memory import (
-    changed_config,
-    check_in_memory,
-    check_tokenizer,
-    forget_dequantization,
-    origin,
+from requant.models.targets import QuantTarget
+from requant.pipeline.preparation.completion import (
+    own_windows_of,
+    trained_where_it_fits,
+    with_steps,
+    within_positions,
 )
-from requant.models.loading import (
-    check_finite,
-    check_loadable,
-    check_runs,
-    load_model,
-    load_tokenizer,
-    resolve_source,
+from requant.pipeline.preparation.hosting import HOSTED, check_trainable, hosted_recipe
+from requant.pipeline.preparation.open_model import (
+    FoundModel,
+    LoadedWeights,
+    find_model,
+    loaded_weights,
+    open_model,
 )
-from requant.models.targets import QuantTarget, keep_on_host
-from requant.models.weight_files import folder_bytes
-from requant.pipeline.by_block import with_whole_training
-from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
-from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe
-from requant.pipeline.outline import Outline, stays_on_host
-from requant.pipeline.shape_bytes import parameter_bytes
-from requant.pipeline.targets import recipe_targets, warn_of_no_experts
-from requant.pipeline.texts import Texts, calibration_text, evaluation_text, in_windows, sampled_text
+from requant.pipeline.preparation.outline import stays_on_host
+from requant.pipeline.preparation.texts import (
+    Texts,
+    calibration_text,
+    evaluation_text,
+    in_windows,
+    sampled_text,
+)
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
-from requant.run.workspace import Workspace, model_digest
-from requant.sensitivity.path import originals
+from requant.run.workspace import Workspace
 from requant.text.sources import Text
 from requant.text.windows import spread
 
 logger = logging.getLogger(__name__)
 OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
-DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedWeights:
-    """A model's weights before a run changes them."""
-
-    original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
-    digest: str  # of all tensors of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,29 +80,6 @@ class Prepared:
     own_tokenizer: bool = False  # which was given beside it
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """A model of which no weight has been read, or one that was given loaded."""
-
-    model: str | PreTrainedModel
-    source: Path | None
-    config: Any  # of transformers
-    changed_config: Mapping[str, Any]
-    tokenizer: PreTrainedTokenizerBase
-    own_tokenizer: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """A model with its weights, which have been checked."""
-
-    model: PreTrainedModel
-    recipe: Recipe  # without what the model cannot do
-    targets: Sequence[QuantTarget]
-    loaded: LoadedWeights
-    why_not_folded: str | None
-
-
 def prepare(
     model: str | PreTrainedModel,
     recipe: Recipe,
@@ -130,7 +93,7 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
     dtype = str(dtype).removeprefix("torch.")
-    found = _find_model(model, tokenizer, device=device, dtype=dtype)
+    found = find_model(model, tokenizer, device=device, dtype=dtype)
     recipe = within_positions(found.config, recipe)
     device = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device)
     _alike_on_all_ranks(device)
@@ -141,7 +104,7 @@ def prepare(
     cut = partial(in_windows, evaluation=evaluation, tokenizer=found.tokenizer, recipe=recipe, scored=scored)
     with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
         pending = None if calibration is None else beside.submit(cut, calibration)
-        opened = _open_model(found, recipe, device=device, dtype=dtype, hosted=hosted)
+        opened = open_model(found, recipe, device=device, dtype=dtype, hosted=hosted)
         recipe = with_steps(opened.model, opened.recipe)
         if pending is None:
             texts = cut(sampled_text(opened.model, found.tokenizer, recipe, quiet=quiet))
@@ -183,38 +146,9 @@ def _alike_on_all_ranks(device: str) -> None:
             limit_gpu_memory(least, device)
 
 
-def _find_model(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, device: str, dtype: str
-) -> _Found:
-    """Where the model comes from, its configuration and its tokenizer; refuse what cannot be quantized."""
-    check_tokenizer(tokenizer, loaded=not isinstance(model, str))
-    changed = {}
-    if isinstance(model, str):
-        source = Path(resolve_source(model))
-        config = check_loadable(str(source), dtype=dtype)
-    else:
-        check_in_memory(model, device=device, dtype=dtype)
-        forget_dequantization(model)
-        source, config = origin(model), model.config
-        changed = {} if source is None else changed_config(model, source)
-    return _Found(
-        model=model,
-        source=source,
-        config=config,
-        changed_config=changed,
-        tokenizer=_tokenizer(source) if tokenizer is None else tokenizer,
-        own_tokenizer=tokenizer is not None,
-    )
-
-
-def _tokenizer(source: Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model's folder."""
-    if source is None:
-        raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
-    return load_tokenizer(str(source))
-
-
-def _hosted_where_too_large(found: _Found, recipe: Recipe, *, device: str, dtype: str) -> tuple[Recipe, bool]:
+def _hosted_where_too_large(
+    found: FoundModel, recipe: Recipe, *, device: str, dtype: str
+) -> tuple[Recipe, bool]:
     """The recipe as matrices on the host limit it, and whether they are there; a loaded model stays where it is."""
     if not isinstance(found.model, str):
         return recipe, False
@@ -233,47 +167,6 @@ def _read_texts(
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     evaluation = evaluation_text(source, recipe, given)
     return calibration_text(source, recipe, given), evaluation
-
-
-def _open_model(found: _Found, recipe: Recipe, *, device: str, dtype: str, hosted: bool) -> _Opened:
-    """Read the weights; refuse values that are not finite, and a model that cannot run as the recipe needs."""
-    model = _with_weights(found, device=device, dtype=dtype, moved=not hosted)
-    targets = recipe_targets(model, recipe, processes=ranks.world_size())
-    warn_of_no_experts(targets, recipe)
-    if hosted:
-        targets = keep_on_host(model, targets, device)
-    check_finite(model)
-    check_runs(model, [target.name for target in targets])
-    recipe = with_whole_training(model, recipe, hosted=hosted)
-    targets, why_not_folded = _folded(model, targets, recipe)
-    return _Opened(
-        model=model,
-        recipe=recipe,
-        targets=targets,
-        loaded=loaded_weights(model, targets),
-        why_not_folded=why_not_folded,
-    )
-
-
-def _with_weights(found: _Found, *, device: str, dtype: str, moved: bool) -> PreTrainedModel:
-    """The model, frozen and with its experts as linears; on the host where it is not `moved`."""
-    model = found.model
-    if isinstance(model, str):
-        model = load_model(str(found.source), device=device, dtype=dtype, moved=moved)
-    unfuse_experts(model)
-    return model.requires_grad_(False).eval()
-
-
-def _folded(
-    model: PreTrainedModel, targets: list[QuantTarget], recipe: Recipe
-) -> tuple[list[QuantTarget], str | None]:
-    """Fold rotations into the model where the recipe asks for that; the targets, and why it was not done."""
-    if recipe.rotations != "folded":
-        return targets, None
-    if (reason := obstacle(model)) is not None:
-        return targets, reason
-    fold(model, seed=recipe.quantizer.seed)
-    return rotated_targets(targets), None
 
 
 def _draw_windows(texts: Texts, recipe: Recipe) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "p t"]]:
@@ -351,22 +244,3 @@ def start(
         else {},
         quiet=quiet,
     )
-
-
-def loaded_weights(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> LoadedWeights:
-    """Copies of the matrices, and a hash of all tensors, for which matrices are not copied from a GPU once more."""
-    original = originals(targets)
-    copies = {f"{target.name}.weight": target.oriented(original[target.name]) for target in targets}
-    return LoadedWeights(original=original, digest=model_digest(model, copies))
-
-
-def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
-    """The calibration windows on which dF is predicted and measured."""
-    return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
-
-
-def bytes_before(prepared: Prepared | Outline) -> int:
-    """Bytes of the original's weight files, or of its parameters where it was built in memory."""
-    if prepared.source is not None:
-        return folder_bytes(prepared.source)
-    return parameter_bytes(prepared.model)

@@ -7,9 +7,9 @@ import pytest
 
 import requant
 from requant.calibration.passes import mean_loss
-from requant.pipeline import diagnosis
-from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, measured_by_matrix
-from requant.pipeline.prepare import diagnosed_windows, start
+from requant.evaluation import diagnosis
+from requant.evaluation.diagnosis import MATRIX_TOKENS_ON_CPU, diagnosed_windows, measured_by_matrix
+from requant.pipeline.preparation.prepare import start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.workspace import Workspace
@@ -26,7 +26,7 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
     )
     result = requant.quantize(trained_model, recipe, tiny_text_file, tokenizer=tokenizer)
     found = result.diagnosis.matrix_delta_loss
-    windows = diagnosed_windows(result.prepared)[: MATRIX_TOKENS_ON_CPU // 32]
+    windows = diagnosed_windows(result.prepared.windows)[: MATRIX_TOKENS_ON_CPU // 32]
     assert list(found) == [target.name for target in result.prepared.targets] and len(windows) == 32
     before = mean_loss(original, windows)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):

@@ -9,13 +9,13 @@ from filelock import FileLock
 import requant
 from requant.errors import InputError, ModelError, NumericalError, OutputError, RecipeError, TextError
 from requant.models.devices import pick_device
-from requant.pipeline.outline import outline
-from requant.pipeline.prepare import prepare
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare
 from requant.recipe.schema import Calibration, Evaluation
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
-from .recipes import RECIPE, changed
+from ..recipes import RECIPE, changed
 
 
 def test_a_recipe_in_the_place_of_the_model_is_named(tmp_path: Path, monkeypatch) -> None:
@@ -38,7 +38,7 @@ def test_texts_are_read_before_the_weights(tiny_folder, tmp_path: Path, monkeypa
     def opened(*_, **__):
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr("requant.pipeline.prepare.load_model", opened)
+    monkeypatch.setattr("requant.pipeline.preparation.open_model.load_model", opened)
     nowhere = (str(tmp_path / "nowhere.txt"),)
     for missing in (
         {"calibration": {"text": nowhere}},

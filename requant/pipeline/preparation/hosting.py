@@ -21,7 +21,7 @@ from requant.finetune.final import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
-from requant.pipeline.shape_bytes import (
+from requant.pipeline.preparation.shape_bytes import (
     block_statistics,
     outside_bytes,
     parameter_bytes,

@@ -15,18 +15,18 @@ from requant.calibration.passes import mean_loss
 from requant.errors import NumericalError, RecipeError
 from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
-from requant.pipeline.hosting import least_memory
-from requant.pipeline.outline import outline
 from requant.pipeline.planning.plan import make_plan
-from requant.pipeline.prepare import prepare, start
-from requant.pipeline.shape_bytes import bytes_on_host
+from requant.pipeline.preparation.hosting import least_memory
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare, start
+from requant.pipeline.preparation.shape_bytes import bytes_on_host
 from requant.quantizers.registry import find_method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
-from ..prequantized_folders import fp8_folder
+from ...prequantized_folders import fp8_folder
 
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
 
@@ -191,7 +191,7 @@ def test_what_needs_the_whole_model_is_refused(
 ) -> None:
     """Before the weights are read."""
     hosted(True)
-    monkeypatch.setattr("requant.pipeline.prepare.load_model", None)
+    monkeypatch.setattr("requant.pipeline.preparation.open_model.load_model", None)
     recipe = recipe_of(**{"method": "gptq", **changes})
     with pytest.raises(RecipeError, match=message):
         prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
@@ -214,7 +214,9 @@ def test_a_model_that_cannot_be_trained_is_refused_before_codes_are_made(
     tiny_folder, tiny_text_file, hosted, monkeypatch
 ) -> None:
     hosted(True)
-    monkeypatch.setattr("requant.pipeline.hosting.why_states_do_not_suffice", lambda *_: "it looks back")
+    monkeypatch.setattr(
+        "requant.pipeline.preparation.hosting.why_states_do_not_suffice", lambda *_: "it looks back"
+    )
     recipe = recipe_of("rtn", finetune=Finetune(steps=5))
     with pytest.raises(RecipeError, match="this one cannot be: it looks back; give --finetune-steps 0, or"):
         prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
@@ -226,7 +228,9 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
     whole = outline(recipe.model, recipe, device="cuda")
     least = least_memory(whole.model, whole.targets, recipe)
     for memory in (2 * least, least):
-        monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device, memory=memory: memory)
+        monkeypatch.setattr(
+            "requant.pipeline.preparation.hosting.total_memory", lambda _device, memory=memory: memory
+        )
         plans[memory] = make_plan(
             outlined := outline(recipe.model, recipe, device="cuda"), outlined.recipe, device="cuda"
         )
@@ -236,7 +240,7 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
     assert hosted.hosted_bytes == 4 * sum(t.size for t in whole.targets) < hosted.host_memory
     assert hosted.peak_memory < fits.peak_memory
     assert "host's memory" in "\n".join(hosted.lines()) and "host's" not in "\n".join(fits.lines())
-    monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
+    monkeypatch.setattr("requant.pipeline.preparation.hosting.total_memory", lambda _device: 1)
     assert not outline(recipe.model, recipe, device="cpu").hosted
 
 
@@ -277,7 +281,7 @@ def test_every_process_has_its_own_codes_and_floats_of_fp8_in_a_plan(
     tiny_folder, tmp_path: Path, monkeypatch
 ) -> None:
     """Also of a folder without weight files."""
-    monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
+    monkeypatch.setattr("requant.pipeline.preparation.hosting.total_memory", lambda _device: 1)
     recipe, config = recipe_of("rtn"), tmp_path / "config"
     fp8 = fp8_folder(tiny_folder("llama"), tmp_path / "fp8", block=24)
     config.mkdir()
@@ -296,7 +300,7 @@ def test_every_process_has_its_own_codes_and_floats_of_fp8_in_a_plan(
 
 
 HOSTED_COMMAND = """
-import requant.pipeline.prepare as prepare
+import requant.pipeline.preparation.prepare as prepare
 import requant.run.statistics as statistics
 from requant.cli import main
 

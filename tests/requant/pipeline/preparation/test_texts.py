@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from requant.errors import TextError
-from requant.pipeline.outline import outline
-from requant.pipeline.prepare import prepare
-from requant.pipeline.texts import calibration_text, evaluation_text, windows_there
+from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.prepare import prepare
+from requant.pipeline.preparation.texts import calibration_text, evaluation_text, windows_there
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
-from .planning.plans import recipe_of
+from ..plans import recipe_of
 
 
 def test_an_unreachable_default_says_why_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_plan_counts_what_is_asked_for_where_it_cannot_read(
     here = recipe_with(tiny_text_file, of_its_own=True)
     shutil.copy(source / "config.json", tmp_path)
     assert windows_there(tmp_path, here) == (math.inf, math.inf)
-    monkeypatch.setattr("requant.pipeline.texts.READ", 10)
+    monkeypatch.setattr("requant.pipeline.preparation.texts.READ", 10)
     assert windows_there(source, here) == (math.inf, math.inf)
     itself = recipe_with("self", of_its_own=False)
     assert windows_there(source, itself) == (4500, pytest.approx(500 * 24 / 32))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from requant.calibration.collect import bytes_needed, working_bytes
 from requant.models.prequantized import stored_float_dtypes
 from requant.models.targets import QuantTarget, by_block
+from requant.models.weight_files import folder_bytes
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:
@@ -59,3 +60,8 @@ def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
 def score_bytes(targets: Sequence[QuantTarget]) -> int:
     """Bytes that the scores of the largest matrix are computed in: three times its size in float32."""
     return 12 * max(target.size for target in targets)
+
+
+def bytes_before(model: PreTrainedModel, source: Path | None) -> int:
+    """Bytes of the original's weight files, or of its parameters where it was built in memory."""
+    return parameter_bytes(model) if source is None else folder_bytes(source)
