@@ -83,7 +83,6 @@ class Prepared:
 def prepare(
     model: str | PreTrainedModel,
     recipe: Recipe,
-    text: str | Path | Sequence[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
@@ -99,7 +98,7 @@ def prepare(
     _alike_on_all_ranks(device)
     recipe, hosted = _hosted_where_too_large(found, recipe, device=device, dtype=dtype)
     # what is wrong with a text is said before the weights are read
-    calibration, evaluation = _read_texts(found.source, recipe, text)
+    evaluation, calibration = evaluation_text(found.source, recipe), calibration_text(found.source, recipe)
     by_default = recipe.finetune.steps is None
     cut = partial(in_windows, evaluation=evaluation, tokenizer=found.tokenizer, recipe=recipe, scored=scored)
     with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
@@ -158,15 +157,6 @@ def _hosted_where_too_large(
     training = "it is trained at the end only" if recipe.finetune.trains else "nothing is trained"
     logger.warning("the model is larger than the GPU, or its training is: %s; %s.", HOSTED, training)
     return recipe, True
-
-
-def _read_texts(
-    source: Path | None, recipe: Recipe, text: str | Path | Sequence[str] | None
-) -> tuple[Text | None, Text | None]:
-    """The text for calibration, None where the model is to write it, and for evaluation, None where a part is held out."""
-    given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
-    evaluation = evaluation_text(source, recipe, given)
-    return calibration_text(source, recipe, given), evaluation
 
 
 def _draw_windows(texts: Texts, recipe: Recipe) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "p t"]]:

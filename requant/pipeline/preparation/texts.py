@@ -37,8 +37,9 @@ class Texts:
     overlap: float  # the share of the evaluation text that is calibration text too
 
 
-def calibration_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
+def calibration_text(source: Path | None, recipe: Recipe) -> Text | None:
     """The text to calibrate on; None where the model is to write it."""
+    given = recipe.calibration.text
     if list(given) == [SELF]:
         return None
     if not given:
@@ -46,11 +47,11 @@ def calibration_text(source: Path | None, recipe: Recipe, given: Sequence[str]) 
     return read_text(given, field=recipe.calibration.field)
 
 
-def evaluation_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
+def evaluation_text(source: Path | None, recipe: Recipe) -> Text | None:
     """The text to score; None where the last tenth of the calibration text is held out for that."""
     if recipe.evaluation.text:
         return read_text(recipe.evaluation.text, field=recipe.evaluation.field)
-    if given and source != DEMO:
+    if recipe.calibration.text and source != DEMO:
         return None
     return _usual_text("demo-eval" if source == DEMO else f"{WIKITEXT}:test", recipe.evaluation.field)
 
@@ -71,12 +72,12 @@ def windows_there(folder: Path, recipe: Recipe) -> tuple[float, float]:
         tokenizer = load_tokenizer(str(folder))
     except ModelError:  # a folder with nothing but config.json
         return math.inf, math.inf
-    calibration = calibration_text(folder, recipe, given) if _is_here(given or demo * ("demo",)) else None
+    calibration = calibration_text(folder, recipe) if _is_here(given or demo * ("demo",)) else None
     evaluation = None
     if held_out:
         calibration, evaluation = (None, None) if calibration is None else held_out_tenth(calibration)
     elif _is_here(recipe.evaluation.text or demo * ("demo-eval",)):
-        evaluation = evaluation_text(folder, recipe, given)
+        evaluation = evaluation_text(folder, recipe)
 
     def windows_of(text: Text | None, length: int) -> float:
         if text is None:

@@ -10,6 +10,8 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
 from requant.run.workspace import Workspace
 
+from ..on_text import on_text
+
 TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
 
 
@@ -31,7 +33,7 @@ def run(tiny_folder, tiny_text_file: Path):
             calibration=Calibration(num_samples=4, seq_len=32),
             evaluation=Evaluation(context=32, windows=2, samples=0),
         )
-        prepared = prepare(str(tiny_folder(name)), recipe, tiny_text_file)
+        prepared = prepare(str(tiny_folder(name)), on_text(recipe, tiny_text_file))
         return start(prepared, recipe, workspace=Workspace(None), quiet=True)
 
     return of
@@ -50,5 +52,5 @@ def recipe_of(method: str = "rtn", **changes) -> Recipe:
 
 
 def started(folder: Path, text: Path, recipe: Recipe):
-    prepared = prepare(str(folder), recipe, text)
+    prepared = prepare(str(folder), on_text(recipe, text))
     return start(prepared, recipe, workspace=Workspace(None), quiet=True)

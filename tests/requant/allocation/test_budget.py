@@ -27,6 +27,7 @@ from requant.run.context import Allocation, RunContext
 from requant.run.rounds import FIRST_WEIGHT
 from requant.run.workspace import Workspace
 
+from ..on_text import on_text
 from .conftest import TINY, recipe_of, started
 
 
@@ -219,12 +220,12 @@ def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path)
     from transformers import AutoModelForCausalLM
 
     recipe = recipe_of(budget=Budget(bits=3.6))
-    tokenizer = prepare(str(tiny_folder("llama")), recipe, tiny_text_file).tokenizer
+    tokenizer = prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file)).tokenizer
     name, found = "model.layers.1.mlp.down_proj", []
     for factor in (1, 32):
         model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")).eval().requires_grad_(False)
         model.get_parameter(f"{name}.weight").mul_(factor)
-        prepared = prepare(model, recipe, tiny_text_file, tokenizer=tokenizer)
+        prepared = prepare(model, on_text(recipe, tiny_text_file), tokenizer=tokenizer)
         found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
     assert found[1].bits[name] > found[0].bits[name]
     assert found[1].bytes <= found[1].budget == found[0].budget

@@ -24,6 +24,8 @@ from requant.recipe.yaml_files import from_dict
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 
+from ..on_text import on_text
+
 SLOW = {"trellis": pytest.mark.slow}
 
 
@@ -96,7 +98,7 @@ def run(tiny_folder, tiny_text_file):
         calibration=Calibration(num_samples=4, seq_len=32),
         evaluation=Evaluation(context=32, windows=2),
     )
-    prepared = prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    prepared = prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file))
     return start(prepared, recipe, workspace=Workspace(None), quiet=True)
 
 

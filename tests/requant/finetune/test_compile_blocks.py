@@ -17,6 +17,8 @@ from requant.models.targets import find_blocks
 from requant.pipeline.preparation import prepare as preparing
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
+from ..on_text import on_text
+
 
 def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
     model = load_model(str(tiny_folder("llama")), device="cpu", dtype="auto")
@@ -80,7 +82,7 @@ def test_the_compiler_is_asked_while_texts_become_tokens(
         evaluation=Evaluation(context=16, windows=2),
         finetune=Finetune(steps=steps),
     )
-    preparing.prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    preparing.prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file))
     assert seen == [steps > 1] and asked.is_set() == (steps > 1)
 
 

@@ -32,6 +32,8 @@ from requant.recipe.yaml_files import dump_recipe
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 
+from ..on_text import on_text
+
 STEPS, LR = 4, 3e-3
 FINETUNE = Finetune(steps=STEPS, tokens_per_step=96, lr=LR, warmup_steps=2, eval_every=1, own_windows=None)
 RESIDENT = dataclasses.replace(FINETUNE, rounds=0, blockwise=True, own_windows=0)
@@ -94,7 +96,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
 def run(tiny_folder, tiny_text_file: Path, hosted):
     """A hosted run, prepared."""
     hosted(True)
-    prepared = prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    prepared = prepare(str(tiny_folder("llama")), on_text(recipe_of("rtn"), tiny_text_file))
     return start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
 
 

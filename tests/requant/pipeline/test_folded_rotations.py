@@ -15,6 +15,8 @@ from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 
+from ..on_text import on_text
+
 IDS = torch.arange(40)[None] * 7 % 96
 RECIPE = Recipe(
     mode="best",
@@ -66,7 +68,7 @@ def test_a_dry_run_says_what_is_folded(tiny_folder, tiny_text_file: Path) -> Non
         ("llama", "folded into the model"),
         ("gpt2", "per matrix: GPT2LMHeadModel has no `norm`"),
     ):
-        prepared = prepare(str(tiny_folder(name)), recipe, tiny_text_file)
+        prepared = prepare(str(tiny_folder(name)), on_text(recipe, tiny_text_file))
         assert any(expected in line for line in make_plan(prepared, recipe).lines())
 
 

@@ -21,6 +21,7 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.report.summary import result_numbers, result_rows
 
+from ..on_text import on_text
 from ..prequantized_folders import fp4_folder, fp8_folder, mxfp4_folder, rewrite
 
 
@@ -97,7 +98,7 @@ def test_sizes_before_are_those_of_the_files(
     source = folder(name)
     recipe = recipe_of("rtn")
     planned = make_plan(outline(str(source), recipe), recipe, device="cpu")
-    exact = make_plan(prepare(str(source), recipe, tiny_text_file), recipe, device="cpu")
+    exact = make_plan(prepare(str(source), on_text(recipe, tiny_text_file)), recipe, device="cpu")
     result = requant.quantize(str(source), recipe, tiny_text_file)
     numbers = result_numbers(result, requant.save(result, tmp_path / "out"))
     files, bits = stored(source), numbers["bits_per_weight"]["before"]

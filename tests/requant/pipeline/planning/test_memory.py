@@ -17,6 +17,7 @@ from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Finetune, Recipe
 
+from ...on_text import on_text
 from ..plans import recipe_of
 
 
@@ -36,7 +37,7 @@ def test_the_memory_of_a_cpu_run_follows_the_batch(tiny_folder, tiny_text_file: 
 
     def peak(method: str, num_samples: int) -> int:
         recipe = recipe_of(method, calibration=Calibration(num_samples=num_samples, seq_len=64))
-        return make_plan(prepare(source, recipe, tiny_text_file), recipe).peak_memory
+        return make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe).peak_memory
 
     one, four = peak("rtn", 1), peak("rtn", 4)
     logits = 18 * 1.5 * 64 * 264  # of a window; the vocabulary has 264 tokens

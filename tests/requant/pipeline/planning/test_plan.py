@@ -15,6 +15,7 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Finetune, Mode
 from requant.run.workspace import Workspace
 
+from ...on_text import on_text
 from ..plans import recipe_of
 
 
@@ -22,7 +23,7 @@ from ..plans import recipe_of
 @pytest.mark.parametrize("mode", ["dense", "paper"])
 def test_every_method_has_a_plan(tiny_folder, tiny_text_file: Path, method: str, mode: str) -> None:
     recipe = recipe_of(method, mode=mode)
-    plan = make_plan(prepare(str(tiny_folder("llama")), recipe, tiny_text_file), recipe)
+    plan = make_plan(prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file)), recipe)
     assert plan.matrices == dict.fromkeys(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], 2
     )
@@ -40,7 +41,7 @@ def test_a_configuration_is_enough_for_a_plan(
     recipe = recipe_of("gptq", mode=mode)
     source = tiny_folder("llama")
     shutil.copy(source / "config.json", tmp_path)
-    prepared = prepare(str(source), recipe, tiny_text_file)
+    prepared = prepare(str(source), on_text(recipe, tiny_text_file))
     expected = make_plan(prepared, recipe)
     characters = len(prepared.calibration.text) + len(prepared.evaluation.text)
     outlined = outline(str(tmp_path), recipe)
@@ -91,7 +92,7 @@ def test_a_plan_says_how_often_it_trains(tiny_folder) -> None:
 def test_a_plan_counts_no_tokens_of_experts(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
     """A pass over the text which only a report would show; the bits of a budget need the other passes."""
     recipe = recipe_of("gptq", budget=Budget(bits=4.5))
-    prepared = prepare(str(tiny_folder("qwen3-moe")), recipe, tiny_text_file)
+    prepared = prepare(str(tiny_folder("qwen3-moe")), on_text(recipe, tiny_text_file))
     run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
     assert len(run.routed_tokens) > 0
     monkeypatch.setattr("requant.pipeline.preparation.prepare.routed_tokens", None)

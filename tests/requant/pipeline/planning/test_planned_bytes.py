@@ -11,6 +11,7 @@ from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Finetune
 
+from ...on_text import on_text
 from ..plans import recipe_of
 
 SLOW = {"trellis": pytest.mark.slow}
@@ -22,7 +23,7 @@ def test_predicted_bytes_of_the_dense_part_are_exact(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, name: str
 ) -> None:
     source, recipe = str(tiny_folder(name)), recipe_of(method)
-    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    plan = make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe)
     table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6)
     assert plan.bytes_after == pytest.approx(table.bytes, abs=table.file_headers)
@@ -39,7 +40,7 @@ def test_predicted_bytes_of_mode_best_are_exact(tiny_folder, tiny_text_file: Pat
         finetune=Finetune(steps=1, tokens_per_step=64),
     )
     source = str(tiny_folder("llama"))
-    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    plan = make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe)
     table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
     assert (
         plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6) and plan.bits_per_weight <= 4.5
@@ -51,6 +52,6 @@ def test_the_sparse_part_is_expected_within_a_few_percent(
 ) -> None:
     recipe = recipe_of("kmeans", mode="paper")
     source = str(tiny_folder("llama"))
-    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    plan = make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe)
     table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=0.03)

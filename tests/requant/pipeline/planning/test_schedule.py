@@ -21,6 +21,7 @@ from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
 from requant.run.rounds import rounds_of
 
+from ...on_text import on_text
 from ..plans import recipe_of, save_shape
 
 ROOT = Path(__file__).parents[4]
@@ -123,7 +124,7 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
 
     def seconds(**changes) -> float:
         recipe = recipe_of("kmeans", mode="paper", **changes)
-        return make_plan(prepare(source, recipe, tiny_text_file), recipe).seconds
+        return make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe).seconds
 
     base = seconds()
     assert seconds(calibration=Calibration(num_samples=8, seq_len=64)) > base

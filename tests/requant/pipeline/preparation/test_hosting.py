@@ -26,6 +26,7 @@ from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Rec
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
+from ...on_text import on_text
 from ...prequantized_folders import fp8_folder
 
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
@@ -109,7 +110,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
 
 def test_a_block_comes_once_for_all_batches(tiny_folder, tiny_text_file: Path, hosted, monkeypatch) -> None:
     hosted(True)
-    prepared = prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    prepared = prepare(str(tiny_folder("llama")), on_text(recipe_of("rtn"), tiny_text_file))
     calls, batches = Counter[str](), []
     value = HostedMatrix.value
     monkeypatch.setattr(HostedMatrix, "value", lambda matrix: (calls.update([matrix.name]), value(matrix))[1])
@@ -121,7 +122,7 @@ def test_a_block_comes_once_for_all_batches(tiny_folder, tiny_text_file: Path, h
 def test_between_its_blocks_a_model_takes_no_memory(tiny_folder, tiny_text_file: Path, hosted) -> None:
     """At rest every matrix is one number; a block that is called brings its own, and sends back those of the last one."""
     hosted(True)
-    prepared = prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    prepared = prepare(str(tiny_folder("llama")), on_text(recipe_of("rtn"), tiny_text_file))
 
     def numbers() -> list[int]:
         return [target.parameter.untyped_storage().nbytes() // 4 for target in prepared.targets]
@@ -155,7 +156,7 @@ def test_a_hosted_model_is_the_same_to_a_workspace(tiny_folder, tiny_text_file: 
     found = []
     for on in (False, True):
         hosted(on)
-        prepared = prepare(str(tiny_folder("gpt2")), recipe_of("rtn"), tiny_text_file)
+        prepared = prepare(str(tiny_folder("gpt2")), on_text(recipe_of("rtn"), tiny_text_file))
         found.append(start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True).fingerprint)
     assert found[0] == found[1]
 
@@ -167,7 +168,7 @@ def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_t
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(NumericalError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
-        prepare(str(tmp_path), recipe_of("rtn"), tiny_text_file)
+        prepare(str(tmp_path), on_text(recipe_of("rtn"), tiny_text_file))
 
 
 @pytest.mark.parametrize(
@@ -187,26 +188,26 @@ def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_t
     ],
 )
 def test_what_needs_the_whole_model_is_refused(
-    tiny_folder, tiny_text_file: Path, hosted, monkeypatch, changes, message: str
+    tiny_folder, hosted, monkeypatch, changes, message: str
 ) -> None:
-    """Before the weights are read."""
+    """Before texts and weights are read."""
     hosted(True)
     monkeypatch.setattr("requant.pipeline.preparation.open_model.load_model", None)
     recipe = recipe_of(**{"method": "gptq", **changes})
     with pytest.raises(RecipeError, match=message):
-        prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+        prepare(str(tiny_folder("llama")), recipe)
 
 
 def test_training_comes_at_the_end_and_that_is_said(tiny_folder, tiny_text_file, hosted, caplog) -> None:
     hosted(True)
     recipe = recipe_of("rtn", mode="best", finetune=Finetune(steps=None))
-    prepared = prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    prepared = prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file))
     found = prepared.recipe
     assert (found.finetune.steps, found.finetune.rounds, found.finetune.blockwise) == (1000, 0, True)
     assert found.evaluation.samples == 0
     assert "larger than the GPU" in caplog.text and "it is trained at the end only" in caplog.text
     caplog.clear()
-    prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    prepare(str(tiny_folder("llama")), on_text(recipe_of("rtn"), tiny_text_file))
     assert "nothing is trained" in caplog.text
 
 
@@ -219,7 +220,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_codes_are_made(
     )
     recipe = recipe_of("rtn", finetune=Finetune(steps=5))
     with pytest.raises(RecipeError, match="this one cannot be: it looks back; give --finetune-steps 0, or"):
-        prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+        prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file))
 
 
 def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monkeypatch) -> None:
@@ -262,7 +263,7 @@ def test_processes_share_the_matrices_that_lie_in_the_weight_files(
     folder = (
         tiny_folder(name) if stored == "floats" else fp8_folder(tiny_folder(name), tmp_path / "fp8", block=24)
     )
-    prepared = prepare(str(folder), recipe_of("rtn"), tiny_text_file, dtype=dtype)
+    prepared = prepare(str(folder), on_text(recipe_of("rtn"), tiny_text_file), dtype=dtype)
     mapped = [
         range(*(int(end, 16) for end in line.split()[0].split("-")))
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -15,6 +15,7 @@ from requant.recipe.schema import Calibration, Evaluation
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
+from ...on_text import on_text
 from ..recipes import RECIPE, changed
 
 
@@ -63,16 +64,16 @@ def test_what_cannot_work_is_refused_before_work(tiny_folder, tiny_text_file: Pa
     with pytest.raises(
         TextError, match="--seq-len 4096 is longer than the model's 128 positions; use --seq-len 128"
     ):
-        prepare(folder, changed(calibration={"seq_len": 4096}), tiny_text_file)
+        prepare(folder, on_text(changed(calibration={"seq_len": 4096}), tiny_text_file))
     with pytest.raises(TextError, match=r"evaluation.context 129 is longer than the model's 128 positions"):
-        prepare(folder, changed(evaluation={"context": 129}), tiny_text_file)
+        prepare(folder, on_text(changed(evaluation={"context": 129}), tiny_text_file))
     defaults = dataclasses.replace(RECIPE, calibration=Calibration(num_samples=2), evaluation=Evaluation())
-    prepared = prepare(folder, defaults, tiny_text_file)
+    prepared = prepare(folder, on_text(defaults, tiny_text_file))
     assert prepared.windows.shape == (2, 128) and prepared.eval_windows.shape[1] == 128
     assert outline(folder, defaults).windows.shape == (2, 128)
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(TextError, match=r"short.txt holds 8 tokens and one window needs 32"):
-        prepare(folder, RECIPE, tmp_path / "short.txt")
+        prepare(folder, on_text(RECIPE, tmp_path / "short.txt"))
 
 
 def test_another_run_is_found_before_the_model_is_loaded(tmp_path: Path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from requant.pipeline.preparation.prepare import prepare
 from requant.pipeline.preparation.texts import calibration_text, evaluation_text, windows_there
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
+from ...on_text import on_text
 from ..plans import recipe_of
 
 
@@ -26,11 +27,13 @@ def test_an_unreachable_default_says_why_it_is_read(tmp_path: Path, monkeypatch:
     reason = r"did not come\. It is read because no --calibration was given\."
     for read, split in ((calibration_text, "train"), (evaluation_text, "test")):
         with pytest.raises(TextError, match=f"wikitext-2-raw-v1:{split} {reason}"):
-            read(None, Recipe(), [])
+            read(None, Recipe())
     with pytest.raises(TextError, match=r"mine did not come$"):
-        calibration_text(None, Recipe(), ["mine"])
+        calibration_text(None, on_text(Recipe(), "mine"))
     (tmp_path / "text.txt").write_text("some words")
-    assert evaluation_text(None, Recipe(), [str(tmp_path / "text.txt")]) is None  # its last tenth is held out
+    assert (
+        evaluation_text(None, on_text(Recipe(), tmp_path / "text.txt")) is None
+    )  # its last tenth is held out
 
 
 def recipe_with(text: Path | str, *, of_its_own: bool, train_windows: int = 10_000) -> Recipe:
