@@ -114,6 +114,33 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
+def defined_names(path: Path) -> set[str]:
+    """What a module defines itself, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_names_are_imported_from_where_they_are_defined() -> None:
+    """Else moving an import in one module breaks another. Packages may pass names on."""
+    defined = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): defined_names(path)
+        for path in modules("requant")
+        if path.name != "__init__.py"
+    }
+    passed_on = []
+    for path in [*modules("requant"), *modules("eval"), *modules("tests")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in defined:
+                names = {alias.name for alias in node.names} - defined[node.module]
+                passed_on += [f"{path.relative_to(ROOT)}: {name} of {node.module}" for name in sorted(names)]
+    assert passed_on == []
+
+
 def test_imports_run_downward_within_the_pipeline() -> None:
     """What runs imports `planning/`, which imports `preparation/`."""
     order = ("pipeline", "planning", "preparation")

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from requant import ranks
 from requant.formats.quantized_weight import QuantizedWeight, decode, pack, unpack, weight_of
-from requant.models.targets import QuantTarget
-from requant.run.quantize_linears import by_block
+from requant.models.targets import QuantTarget, by_block
 
 Decoded = dict[str, Tensor]  # of one matrix (`formats/contract.py`)
 

@@ -44,9 +44,9 @@ from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.teacher import MAX_MEMORY_FRACTION, state_bytes
 from requant.models.targets import QuantTarget, find_blocks
+from requant.models.targets import by_block as by_block_of
 from requant.models.token_tables import token_tables
 from requant.recipe.schema import Finetune, Recipe
-from requant.run.quantize_linears import by_block as by_block_of
 from requant.run.rounds import rounds_of
 
 # Of both models. On a GPU in 16 bits, with a gradient (`divergence.py`), and one more for models that cap logits; elsewhere

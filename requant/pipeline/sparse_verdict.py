@@ -23,7 +23,8 @@ from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.plan import Plan
 from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.preparation.prepare import Prepared, prepare, start
-from requant.pipeline.quantize import QuantizedModel, quantize
+from requant.pipeline.quantize import quantize
+from requant.pipeline.quantized_model import QuantizedModel
 from requant.progress import Stage
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Recipe, Recovery

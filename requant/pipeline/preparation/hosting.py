@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from requant.calibration.batches import bytes_of_logits
 from requant.errors import RecipeError
-from requant.finetune.final import FITS
+from requant.finetune.memory import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget

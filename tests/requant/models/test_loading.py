@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, ModelError, NumericalError
 from requant.models import loading
+from requant.models.aliases import ALIASES
 from requant.models.loading import (
-    ALIASES,
     DEMO,
     HUB_FILES,
     check_finite,

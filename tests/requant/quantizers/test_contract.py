@@ -10,7 +10,8 @@ import yaml
 from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
 from requant.formats.quantized_weight import pack, unpack
-from requant.quantizers.registry import METHODS, Method
+from requant.quantizers.method import Method
+from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Detach, Recipe
 from requant.recipe.shipped import available_recipes
