@@ -54,9 +54,9 @@ def compiles(steps: int) -> bool:
     return steps >= MIN_STEPS_TO_COMPILE and _compiler_works()
 
 
-def ask_compiler(model: PreTrainedModel, steps: int) -> None:
-    """See ahead whether a model's training will be compiled, while something else is waited for: it takes seconds, most of
-    them imports, and workers that compile start with it. `compiles` has the answer from then on."""
+def try_compiler(model: PreTrainedModel, steps: int) -> None:
+    """Find out early whether a model's training will be compiled, for a caller that waits for something else: the first
+    `compiles` takes seconds, most of them imports, and starts torch's worker processes; later ones return its answer."""
     if _on_gpus((model,)):
         compiles(steps)
 

@@ -302,9 +302,10 @@ def check_runs(model: PreTrainedModel, linears: Collection[str] = ()) -> None:
 def check_finite(model: nn.Module) -> None:
     """Refuse a model whose weights hold NaN, infinity or what float16 cannot hold, before any work."""
     state = whole_state(model)
-    for name, parameter in model.named_parameters():
-        stored = state.get(name, parameter).to(parameter.device)
-        largest = float(stored.abs().max()) if stored.numel() else 0.0
+    for name, _ in model.named_parameters():
+        stored = state[name]
+        least, most = stored.aminmax() if stored.numel() else (0.0, 0.0)  # abs() would copy it
+        largest = max(-float(least), float(most))
         if not math.isfinite(largest):
             raise NumericalError(
                 f"{name} holds NaN or infinity; the source model is damaged, download it again."

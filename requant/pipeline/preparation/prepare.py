@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
 from requant.calibration.experts import routed_tokens
-from requant.finetune.compile_blocks import ask_compiler
+from requant.finetune.compile_blocks import try_compiler
 from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import limit_gpu_memory, pick_device, total_memory
 from requant.models.targets import QuantTarget
@@ -109,7 +109,7 @@ def prepare(
             texts = cut(sampled_text(opened.model, found.tokenizer, recipe, quiet=quiet))
         else:
             if recipe.finetune.trains:
-                ask_compiler(opened.model, recipe.finetune.num_steps)
+                try_compiler(opened.model, recipe.finetune.num_steps)
             texts = pending.result()
     windows, train_windows = _draw_windows(texts, recipe)
     _warn_of_overlap(texts)

@@ -50,6 +50,14 @@ def test_nan_is_found_wherever_it_is(tiny_model) -> None:
             check_finite(model)
 
 
+@pytest.mark.parametrize("value", [7e4, -7e4])
+def test_a_weight_beyond_float16_is_refused(tiny_model, value: float) -> None:
+    model = tiny_model("llama")
+    model.get_parameter("model.norm.weight")[3] = value
+    with pytest.raises(NumericalError, match=r"model.norm.weight holds 7e\+04, a weight beyond float16"):
+        check_finite(model)
+
+
 def test_missing_weights_are_not_made_up(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
