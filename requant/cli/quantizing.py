@@ -190,15 +190,17 @@ def _check_destinations(folder: Path, push_to: str | None, *, resume: bool) -> N
 def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet: bool) -> "Plan":
     """The plan of a run here, for which the weights are read; or with `gpus`, wherever these are, from config.json alone."""
     with importing():
+        from requant.models.devices import current_gpu
         from requant.pipeline.planning.plan import make_plan
         from requant.pipeline.preparation.outline import outline
         from requant.pipeline.preparation.prepare import prepare
 
-    if gpus is None:
-        prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
-    else:
-        prepared = outline(recipe.model, recipe, device=device, dtype=dtype, gpus=gpus)
-    return make_plan(prepared, prepared.recipe, device=device, quiet=quiet)
+    with current_gpu(device):
+        if gpus is None:
+            prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
+        else:
+            prepared = outline(recipe.model, recipe, device=device, dtype=dtype, gpus=gpus)
+        return make_plan(prepared, prepared.recipe, device=device, quiet=quiet)
 
 
 def _import_stages() -> None:

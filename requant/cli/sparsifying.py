@@ -74,7 +74,7 @@ def sparsify(
         check_new_output(output, resume=resume)
     with importing():
         from requant import progress
-        from requant.models.devices import limit_gpu_memory, pick_device
+        from requant.models.devices import current_gpu, limit_gpu_memory, pick_device
         from requant.recipe.options import output_folder, parse_size, sparsify_recipe
 
     log_to_stderr(verbose)
@@ -104,8 +104,11 @@ def sparsify(
         from requant.report.summary import result_numbers, result_rows
 
     if dry_run:
-        prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
-        plan = with_comparison(make_plan(prepared, prepared.recipe, quiet=quiet), prepared, measure=verify)
+        with current_gpu(own_device):
+            prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
+            plan = with_comparison(
+                make_plan(prepared, prepared.recipe, quiet=quiet), prepared, measure=verify
+            )
         print_plan(plan, folder, as_json=as_json)
         return
     workspace = workspace_of(folder, resume=resume, save_every=save_every)

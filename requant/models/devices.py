@@ -3,7 +3,8 @@
 import resource
 import sys
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
@@ -101,6 +102,18 @@ def used_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return psutil.Process().memory_info().rss
+
+
+@contextmanager
+def current_gpu(device: str | torch.device) -> Iterator[None]:
+    """A GPU that is named by its number is the current one while the context lasts, the one that `cuda` stands for: plans
+    ask that for its memory, and Triton launches kernels there."""
+    index = torch.device(device).index
+    if index is None or torch.device(device).type != "cuda":
+        yield
+        return
+    with torch.cuda.device(index):
+        yield
 
 
 def pick_device(name: str | torch.device) -> str:

@@ -32,7 +32,7 @@ from requant.finetune.final import finetune
 from requant.finetune.memory import exhaustion_explained
 from requant.inference.own_text import own_windows
 from requant.models.attention_masks import one_text_a_row
-from requant.models.devices import peak_memory, used_memory
+from requant.models.devices import current_gpu, peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.planning.quicker import warn_of_a_slow_run
@@ -101,13 +101,14 @@ def quantize(
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
     workspace = workspace or Workspace(None)
-    with workspace.reserved(), progress.display(shown=not quiet), one_text_a_row():
+    where = pick_device(device) if isinstance(model, str) else model.device
+    with current_gpu(where), workspace.reserved(), progress.display(shown=not quiet), one_text_a_row():
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
         recipe = prepared.recipe
-        where = prepared.model.device
-        progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
-        warn_of_a_slow_run(prepared, recipe, where.type)
+        own = prepared.model.device
+        progress.expect(expected_stages(prepared, recipe, own.type), memory=lambda: used_memory(own))
+        warn_of_a_slow_run(prepared, recipe, own.type)
         run = start(prepared, recipe, workspace=workspace, quiet=quiet)
         if has_budget(recipe):
             progress.enter("allocation")
@@ -146,7 +147,7 @@ def quantize(
             routed_tokens=run.routed_tokens,
             flip_rates=run.flip_rates,
             seconds=dict(run.seconds),
-            peak_memory=peak_memory(prepared.model.device),
+            peak_memory=peak_memory(own),
         )
 
 

@@ -18,7 +18,7 @@ from requant.allocation.budget import allocate_bits
 from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
 from requant.formats.semi_structured import FLOAT16_BITS
-from requant.models.devices import used_memory
+from requant.models.devices import current_gpu, pick_device, used_memory
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.plan import Plan
 from requant.pipeline.planning.schedule import expected_stages
@@ -124,7 +124,7 @@ def plain_codes(
 
     Nothing of the model stays in memory, so this comes before the 2:4 run.
     """
-    with workspace.reserved():
+    with current_gpu(pick_device(device)), workspace.reserved():
         progress.enter("loading")
         prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
         wanted = codes_recipe(recipe, codes_budget(prepared, recipe))

@@ -21,6 +21,7 @@ from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import ModelError, RecipeError, WriteError
 from requant.evaluation.diagnosis import Diagnosis, diagnose
+from requant.models.devices import current_gpu, pick_device
 from requant.models.targets import QuantTarget
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.recipe.options import Options
@@ -91,31 +92,33 @@ def score(
         )
     recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
     model = recipe.model if model is None else model
-    prepared = prepare(
-        model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
-    )
-    if prepared.hosted:
-        raise ModelError(
-            f"{prepared.source} is larger than the GPU, and so would be its scores, 4 bytes per weight: give a larger GPU, "
-            "or --device cpu."
+    where = pick_device(device) if isinstance(model, str) else model.device
+    with current_gpu(where):
+        prepared = prepare(
+            model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
         )
-    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)
-    run = with_allocation(run, allocate_bits(run))
-    weights = quantize_linears(run, None, label="quantize")
-    run.statistics.clear()
-    try:
-        with nullcontext() if out_folder is None else new_folder(out_folder) as folder:
-            on_scores = None if folder is None else partial(_write_scores, folder)
-            diagnosis = diagnose(run, weights, prepared.windows, names=SCORES, on_scores=on_scores)
-            found = Sensitivities(targets=prepared.targets, diagnosis=diagnosis)
-            if folder is not None:
-                _write_table(folder, found)
-    except OSError as error:
-        if out_folder is None:
-            raise
-        raise WriteError(
-            f"{out_folder} cannot be written ({error.strerror or error}); free some space, or choose another --output."
-        ) from error
+        if prepared.hosted:
+            raise ModelError(
+                f"{prepared.source} is larger than the GPU, and so would be its scores, 4 bytes per weight: give a larger "
+                "GPU, or --device cpu."
+            )
+        run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)
+        run = with_allocation(run, allocate_bits(run))
+        weights = quantize_linears(run, None, label="quantize")
+        run.statistics.clear()
+        try:
+            with nullcontext() if out_folder is None else new_folder(out_folder) as folder:
+                on_scores = None if folder is None else partial(_write_scores, folder)
+                diagnosis = diagnose(run, weights, prepared.windows, names=SCORES, on_scores=on_scores)
+                found = Sensitivities(targets=prepared.targets, diagnosis=diagnosis)
+                if folder is not None:
+                    _write_table(folder, found)
+        except OSError as error:
+            if out_folder is None:
+                raise
+            raise WriteError(
+                f"{out_folder} cannot be written ({error.strerror or error}); free some space, or choose another --output."
+            ) from error
     return found
 
 

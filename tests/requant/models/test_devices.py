@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from requant.errors import InputError
+import requant
+from requant.errors import InputError, ModelError
 from requant.models import devices
 
 CHILD = """
@@ -74,6 +77,46 @@ def test_a_limit_that_is_none_is_refused(gpu) -> None:
     with pytest.raises(InputError, match="is more than the GPU has"):
         devices.limit_gpu_memory(81, "cuda")
     assert not gpu
+
+
+def current_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs that contexts make current, as long as these last."""
+    seen: list[int] = []
+
+    @contextmanager
+    def made_current(index: int) -> Iterator[None]:
+        seen.append(index)
+        yield
+        seen.remove(index)
+
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "entered"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
+def test_a_gpu_named_by_its_number_is_the_current_one(monkeypatch, name: str, entered: list[int]) -> None:
+    """While the context lasts: whatever asks `cuda` for its memory asks that one."""
+    seen = current_gpus(monkeypatch)
+    with devices.current_gpu(name):
+        assert seen == entered
+    assert not seen
+
+
+@pytest.mark.parametrize("call", ["quantize", "score"])
+def test_a_run_makes_its_gpu_the_current_one(monkeypatch, call: str) -> None:
+    """Before it loads anything."""
+    seen, loading = current_gpus(monkeypatch), []
+
+    def prepare(*_: object, **__: object) -> None:
+        loading.extend(seen)
+        raise ModelError("enough")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    module = {"quantize": "pipeline.quantize", "score": "report.score"}[call]
+    monkeypatch.setattr(f"requant.{module}.prepare", prepare)
+    with pytest.raises(ModelError, match="enough"):
+        getattr(requant, call)("demo", bits=3, device="cuda:1")
+    assert loading == [1]
 
 
 @pytest.mark.gpu
