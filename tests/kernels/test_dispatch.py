@@ -283,9 +283,12 @@ def test_a_cap_keeps_more_ctas_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ctas_apart_leave_room_for_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pretend(monkeypatch, "H100")
-    padded = occupancy.apart_smem_bytes(33, device) + 1024
-    assert (228 << 10) // padded == 1 and (228 << 10) - padded > 112 << 10
-    assert occupancy.apart_smem_bytes(34, device) == 0
+    for ctas, share in ((33, 1), (132, 1), (133, 2), (512, 4)):
+        padded = occupancy.apart_smem_bytes(ctas, device) + 1024
+        assert (228 << 10) // padded == share and (228 << 10) - share * padded > (227 << 10) // (
+            share + 1
+        ) - 1024 * share
+    assert occupancy.apart_smem_bytes(4 * 132 + 1, device) == 0
     assert occupancy.apart_smem_bytes(1, torch.device("cpu")) == 0
 
 

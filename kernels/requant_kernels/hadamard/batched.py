@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, hadamard_entry, sign_pair, tile_factors
 from requant_kernels.hadamard.tile_ptx import warp_transform_ptx
@@ -122,4 +123,5 @@ def transform_batched(
             PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta, num_warps=16,
             num_stages=1, **pdl_option(pdl),
         ),
+        smem_bytes=apart_smem_bytes(x.shape[-2] * tiles // tiles_per_cta, x.device),
     )  # fmt: skip

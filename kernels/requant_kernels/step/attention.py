@@ -25,6 +25,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import num_sms, supports_pdl
 from requant_kernels.common.launch import launch
+from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 
 BLOCK = 32  # positions that are multiplied at a time
@@ -169,6 +170,7 @@ def attend(
             0 if mask_bytes is None else mask_bytes.stride(0),
         ),
         _part_constants(h // heads, head_dim, one_block, pdl),
+        smem_bytes=apart_smem_bytes(b * heads, q.device) if parts == 1 else 0,
     )  # fmt: skip
     if parts > 1:
         launch(
