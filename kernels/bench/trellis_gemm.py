@@ -29,7 +29,7 @@ from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import dequantize, gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.operands import RotatedActivations
+from requant_kernels.trellis.operands import RotatedActivations, unit_of
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 MATRICES = {  # rows, columns, rows of the matrices that were joined
@@ -128,14 +128,13 @@ def jobs() -> list[tuple[Any, ...]]:
             for matrix, (_, k, _) in MATRICES.items():
                 for launch in launches(matrix, code, bits, m):
                     if launch.config is None:
-                        found["rotate", matrix, m, 0, True] = None
+                        found["rotate", matrix, m, 0] = None
                         continue
                     count = num_splits(launch.config, k)
-                    half = count == 1 and m > gemm_sm90.MAX_FLOAT32_TOKENS
                     config = replace(launch.config, split_k=min(count, 2))
                     found["product", code, bits, m, config, launch.sums, launch.int8] = None
                     found["input", k, m, launch.sums, launch.int8] = None
-                    found["rotate", matrix, m, count, half] = None
+                    found["rotate", matrix, m, count] = None
     return list(found)
 
 
@@ -164,10 +163,10 @@ def compile_one(job: tuple[Any, ...]) -> str:
                 gemm_int8.quantize(given)
             rotate_input(x, layout, k, asm=True)
         else:
-            matrix, m, count, half = job[1:]
+            matrix, m, count = job[1:]
             n, _, parts = MATRICES[matrix]
             shape = (count, m, n) if count else (m, n)
-            product = torch.empty(shape, device="cuda", dtype=torch.float16 if half else torch.float32)
+            product = torch.empty(shape, device="cuda", dtype=torch.float16)
             layout = random_layout("mul1", 2, n, 256, parts)
             rotate_output(
                 product, torch.empty(m, 256, device="cuda", dtype=torch.float16), layout, None, asm=True
@@ -193,7 +192,7 @@ def rotated(x: torch.Tensor, layout: TrellisLayout) -> RotatedActivations:
 
 def total(product: torch.Tensor) -> torch.Tensor:
     """The sum over the splits."""
-    return product.float().sum(0) if product.dim() == 3 else product.float()
+    return product.float().sum(0) * unit_of(product) if product.dim() == 3 else product.float()
 
 
 def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str, Any]], None]) -> None:

@@ -12,6 +12,7 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.code_ptx import INTEGER_SCALES
 from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.operands import unit_of
 from requant_kernels.trellis.rotate import rotate_input
 
 from .cases import random_csr, random_trellis, relative_error
@@ -79,7 +80,7 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     x[3] = 0
     got = gemm_int8.product(x, layout, config)
-    got = got.float().sum(0) if got.dim() == 3 else got.float()
+    got = got.float().sum(0) * unit_of(got)
     weights, form = reference.trellis_values(layout).double(), gemm_int8.activation_form(layout, m)
     assert form is not None
     if form.permute:

@@ -83,7 +83,7 @@ def _pass(
         tokens_per_cta = trellis_groups(gate_up.layout.bits, slots, gate_up.experts).tokens_per_cta
     where = route(experts, gate_up, per_group=tokens_per_cta)
     rotated = gathered(rotated_activations(x, gate_up.layout, tokens_per_cta).values, where.tokens, pdl=pdl)
-    # gates and ups read the output of a norm: float16 holds their sums (`MAX_FLOAT32_TOKENS` of gemm_sm90.py)
+    # gates and ups read the output of a norm: float16 holds their sums
     z = product(rotated, gate_up, where, tokens_per_cta, product_type=torch.float16, dtype=x.dtype, asm=asm)
     h = gate(z, gate_up, where.experts, x.dtype, silu=gated is None, pdl=pdl)
     del z, rotated

@@ -74,7 +74,7 @@ def hadamard_batched_kernel(
             for p in tl.static_range(TILES):
                 total = x[p * SPLITS].to(tl.float32)
                 for split in tl.static_range(1, SPLITS):
-                    total += x[p * SPLITS + split]
+                    total += x[p * SPLITS + split].to(tl.float32)
                 odd = (0x6996 >> (o & p)) & 1  # the signs of a CTA's first tile are in the factors
                 z += total * (-factors[p] if odd else factors[p])
         mixed = mixed + (z,)
@@ -107,7 +107,7 @@ def hadamard_batched_kernel(
 def transform_batched(
     x: Tensor, y: Tensor, *, block_size: int, tiles: int, in_width: int, out_width: int, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
-    addend: Tensor | None = None, pair: bool = False, permute: bool = False,
+    addend: Tensor | None = None, pair: bool = False, permute: bool = False, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Write y, `tiles` tiles of every token of x [m, in_width] or [splits, m, in_width]. See `hadamard_transform`."""
     block_tiles = max(1, block_size // HADAMARD_TILE)
@@ -119,9 +119,9 @@ def transform_batched(
         (x, input_scales, output_scales, bias, addend, y, in_width, out_width, x.stride(-2), y.stride(0)),
         interned(
             PTX=warp_transform_ptx(), TILES=block_tiles, VECTOR=16 // x.element_size() if x.element_size() > 2 else 8,
-            WARP_MASK=min(block_size, HADAMARD_TILE) - 1 >> 8, FACTOR=block_size**-0.5 * (2 if pair else 1), PAIR=pair,
-            PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta, num_warps=16,
-            num_stages=1, **pdl_option(pdl),
+            WARP_MASK=min(block_size, HADAMARD_TILE) - 1 >> 8, FACTOR=factor * block_size**-0.5 * (2 if pair else 1),
+            PAIR=pair, PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta,
+            num_warps=16, num_stages=1, **pdl_option(pdl),
         ),
         smem_bytes=apart_smem_bytes(x.shape[-2] * tiles // tiles_per_cta, x.device),
     )  # fmt: skip

@@ -51,7 +51,7 @@ def hadamard_butterfly_kernel(
     x = tl.load(x_ptr + token * stride_x + at, mask=at < in_width, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         own = x_ptr + (token + split * tl.num_programs(0)) * stride_x
-        x += tl.load(own + at, mask=at < in_width, other=0.0)
+        x += tl.load(own + at, mask=at < in_width, other=0.0).to(tl.float32)
     if input_scales_ptr is not None:
         x *= tl.load(input_scales_ptr + at, mask=at < in_width, other=0.0).to(tl.float32)
     for stage in tl.static_range(1 if PAIR else 0, LOG):
@@ -78,14 +78,14 @@ def hadamard_butterfly_kernel(
 def transform_butterfly(
     x: Tensor, y: Tensor, scales: Tensor | None, *, block_size: int, columns: int, in_width: int, out_width: int,
     pdl: bool, input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
-    addend: Tensor | None = None, pair: bool = False, permute: bool = False,
+    addend: Tensor | None = None, pair: bool = False, permute: bool = False, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Write y, `columns` values of every token of x [m, in_width] or [splits, m, in_width]. See `hadamard_transform`."""
     size = HADAMARD_TILE if scales is not None or block_size == 1 else block_size
     if block_size == 1:
-        stages = {"LOG": int(pair), "FACTOR": 1.0, "PAIR": False}
+        stages = {"LOG": int(pair), "FACTOR": factor, "PAIR": False}
     else:
-        factor = block_size**-0.5 * (2 if pair else 1)
+        factor *= block_size**-0.5 * (2 if pair else 1)
         stages = {"LOG": block_size.bit_length() - 1, "FACTOR": factor, "PAIR": pair}
     launch(
         hadamard_butterfly_kernel,

@@ -121,7 +121,7 @@ def hadamard_tile_kernel(
 def transform_tiles(
     x: Tensor, y: Tensor, scales: Tensor | None, *, block_size: int, tiles: int, in_width: int, out_width: int, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
-    addend: Tensor | None = None, pair: bool = False,
+    addend: Tensor | None = None, pair: bool = False, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Write y, `tiles` tiles of every token of x [m, in_width]; with `scales` in int8. See `hadamard_transform`."""
     warp_mask = min(block_size, HADAMARD_TILE) - 1 >> 8
@@ -134,7 +134,7 @@ def transform_tiles(
         interned(
             PTX=tile_transform_ptx(mix_bit_11=warp_mask >= 8, int8=scales is not None),
             TILES=max(1, block_size // HADAMARD_TILE), VECTOR=16 // x.element_size() if x.element_size() > 2 else 8,
-            WARP_MASK=warp_mask, FACTOR=block_size**-0.5 * (2 if pair else 1), PAIR=pair, PDL=pdl, num_warps=16,
+            WARP_MASK=warp_mask, FACTOR=factor * block_size**-0.5 * (2 if pair else 1), PAIR=pair, PDL=pdl, num_warps=16,
             num_stages=1, **pdl_option(pdl),
         ),
     )  # fmt: skip

@@ -22,7 +22,7 @@ def hadamard_transform(
     x: Tensor, y: Tensor, *, in_width: int, columns: int, out_width: int, asm: bool, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
     addend: Tensor | None = None, scales: Tensor | None = None, pair: bool = False, permute: bool = False,
-    rotate: bool = True, block_size: int | None = None,
+    rotate: bool = True, block_size: int | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Write y [m, out_width], whose first `columns` values, a multiple of 16, are transformed.
 
@@ -35,6 +35,7 @@ def hadamard_transform(
         permute: y in the order in which `trellis/gemm_sm90.py` reads it.
         rotate: False: H is the identity; only scales, sums and the form of y remain.
         block_size: of H, a power of two that divides `columns`; None: the largest.
+        factor: of x.
     """
     if block_size is None:
         block_size = columns & -columns if rotate else 1
@@ -43,6 +44,7 @@ def hadamard_transform(
         transform_butterfly(
             x, y, scales, block_size=block_size, columns=most, in_width=in_width, out_width=out_width, pdl=pdl,
             input_scales=input_scales, output_scales=output_scales, bias=bias, addend=addend, pair=pair, permute=permute,
+            factor=factor,
         )  # fmt: skip
         return
     if (
@@ -58,6 +60,7 @@ def hadamard_transform(
     common: dict[str, Any] = {
         "block_size": block_size, "tiles": -(-most // HADAMARD_TILE), "in_width": in_width, "out_width": out_width,
         "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
+        "factor": factor,
     }  # fmt: skip
     # unscaled 16-bit products give the tile kernel no load that would fix its register layout
     bare = x.element_size() == 2 and input_scales is None and output_scales is None

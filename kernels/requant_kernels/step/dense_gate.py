@@ -1,4 +1,5 @@
-"""`rotated_gate.py` for many tokens, after products by cuBLAS: float16 input, transforms by `hadamard/products.py`."""
+"""`rotated_gate.py` for many tokens, after products by cuBLAS or in int8, without split-K: float16 input, transforms by
+`hadamard/products.py`."""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none
@@ -23,7 +24,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 def dense_gate_kernel(
     gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, tokens,
     gate_row, up_row, y_row, A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, FACTOR: tl.constexpr,
-    DTYPE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATE_UNIT: tl.constexpr, UP_UNIT: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A block of L tokens; grid (blocks, tokens / L)."""
     a, b = tl.arange(0, A), tl.arange(0, B)
@@ -34,8 +35,8 @@ def dense_gate_kernel(
     turned = first + a[None, None, :] * B + b[None, :, None]
     gate = tl.load(gate_ptr + token * gate_row + index, mask=inside, other=0.0)
     up = tl.load(up_ptr + token * up_row + index, mask=inside, other=0.0)
-    gate = transformed(gate, L, A, B, FACTOR)
-    up = transformed(up, L, A, B, FACTOR)
+    gate = transformed(gate, L, A, B, FACTOR * GATE_UNIT)
+    up = transformed(up, L, A, B, FACTOR * UP_UNIT)
     gate_bias, up_bias = None, None
     if gate_bias_ptr is not None:
         gate_bias = tl.load(gate_bias_ptr + turned)
@@ -50,10 +51,11 @@ def dense_gate_kernel(
 
 
 def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
-    """Whether the products are cuBLAS's, with blocks of a supported size."""
+    """Whether the products are for many tokens, with blocks of a supported size."""
     width = gate.values.shape[-1]
     return (
         gate.values.dtype == up.values.dtype == torch.float16
+        and gate.source.splits == up.source.splits == 1
         and not form.permute
         and products.supports(width & -width)
     )
@@ -69,7 +71,7 @@ def dense_gate(
     form: ActivationForm,
 ) -> RotatedActivations:
     """As `rotated_gate`."""
-    m, f = gate.values.shape
+    m, f = gate.values.shape[-2:]
     found, block_size = form.empty(m, input_scales.device), f & -f
     a, b = sides(block_size)
     own = VALUES // block_size
@@ -78,10 +80,11 @@ def dense_gate(
         (f // block_size, -(-m // own), 1),
         (
             gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values,
-            m, gate.values.stride(0), up.values.stride(0), found.values.stride(0),
+            m, gate.source.row_stride, up.source.row_stride, found.values.stride(0),
         ),
         interned(
-            A=a, B=b, L=own, FACTOR=block_size**-0.5, DTYPE=TYPES[dtype], ACTIVATION=activation,
+            A=a, B=b, L=own, FACTOR=block_size**-0.5, GATE_UNIT=gate.source.unit, UP_UNIT=up.source.unit,
+            DTYPE=TYPES[dtype], ACTIVATION=activation,
             num_warps=NUM_WARPS, num_stages=1,
         ),
     )  # fmt: skip

@@ -57,10 +57,10 @@ def tiles_of_block(width: int) -> int:
 
 @triton.jit
 def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: tl.constexpr):
-    """A thread's eight values of a tile, split-K partial sums added, times the transform's factor. `index`: position in the
-    product."""
+    """A thread's eight values of a tile, split-K partial sums added, times their unit and the transform's factor. `index`:
+    position in the product."""
     NEXT: tl.constexpr = 1 << TRANSFORM.order[2]
-    FACTOR: tl.constexpr = TRANSFORM.factor
+    FACTOR: tl.constexpr = TRANSFORM.factor * SOURCE.unit
     SPLITS: tl.constexpr = SOURCE.splits
     row = pointer + token * SOURCE.row_stride
     found = load_eight(row, index, width, NEXT)
@@ -70,7 +70,7 @@ def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: 
         )
         total = ()
         for i in tl.static_range(8):
-            total = total + (found[i] + more[i],)
+            total = total + (found[i].to(tl.float32) + more[i].to(tl.float32),)
         found = total
     scaled = ()
     for i in tl.static_range(8):

@@ -25,6 +25,7 @@ Imported only where it runs: Gluon is part of Triton from 3.6 on.
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
 from functools import cache
+from typing import cast
 
 import torch
 import triton.language as tl
@@ -56,14 +57,11 @@ from requant_kernels.trellis.code_ptx import (
 )
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
+from requant_kernels.trellis.operands import SUM_UNIT, ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 from requant_kernels.trellis.wgmma_operand import decode, decode_int8, sums_layout
 
 MAX_TOKENS = 1024  # above, decoding once for all tokens and cuBLAS are faster
-# Above, products of tall matrices without split-K are stored in float16, like cuBLAS's: their bytes count, and their inputs
-# have mostly been through a norm. Sums scale with the norm of the input, which for down_proj may approach float16's maximum.
-MAX_FLOAT32_TOKENS = 128
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 # Limit for `pair` as half sums: the products of an 8B block take 14 % less time at 32 tokens, 8 at 64, 3 at 128.
@@ -118,7 +116,7 @@ def trellis_gemm_sm90_kernel(
     WHOLE: gl.constexpr, CTA: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """out float32 or float16 `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
+    """out of any float type `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
     of 256 columns, tokens / N). `skipped`: row tiles before these, which another launch computes.
 
     x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type.
@@ -281,8 +279,8 @@ def rotated_activations(
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
-    """V H (input_scales * x) of x [m, k], or of x already rotated: float32 [splits, m, rows], split-K partial sums; for tall
-    matrices and many tokens without split-K, float16 [1, m, rows]."""
+    """V H (input_scales * x) of x [m, k], or of x already rotated: split-K partial sums, float16 [splits, m, rows] in units
+    of SUM_UNIT (`operands.py`)."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
     return multiply(rotated, None, layout, config, sums=takes_half_sums(layout.code, rotated.shape[0]))
 
@@ -296,9 +294,7 @@ def multiply(
     k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits = -(-k_tiles // steps)
-    narrow = splits == 1 and m > MAX_FLOAT32_TOKENS and layout.n > layout.k
-    dtype = torch.float16 if narrow else torch.float32
-    out = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
+    out = torch.empty(splits, m, tiles * 16, dtype=torch.float16, device=rotated.device)
     before = 0  # row tiles of the previous launches
     for own, own_tiles in gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device)):
         box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta, int8=int8)[0]]
@@ -349,7 +345,9 @@ def _launch_constants(
     int8: bool = False, experts: int = 0,
 ) -> dict[str, object]:  # fmt: skip
     whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
-    return gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums, int8=int8) | {
-        "PDL": True, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
+    given = gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums, int8=int8)
+    scale = cast(float, given["SCALE"]) / (1.0 if experts else SUM_UNIT)
+    return given | {
+        "SCALE": scale, "PDL": True, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
         "maxnreg": max_registers(config, quad_bits),
     }  # fmt: skip

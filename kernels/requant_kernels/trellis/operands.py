@@ -60,8 +60,8 @@ class RotatedActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """A product not rotated yet: float32 or float16 [m, n], or split-K partial sums, float32 [splits, m, n]; n is
-    a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one stride."""
+    """A product not rotated yet, of any float type: [m, n], or split-K partial sums [splits, m, n], in units of `unit_of`; n
+    is a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one stride."""
 
     values: Tensor
     output_scales: Tensor  # float16 [n]
@@ -75,20 +75,31 @@ class Product:
     @property
     def source(self) -> "Source":
         splits = self.values.shape[0] if self.values.dim() == 3 else 1
-        return _source(splits, self.values.stride(-2))
+        return _source(splits, self.values.stride(-2), unit_of(self.values))
+
+
+# Sums scale with the norm of the input, which is at most sqrt(k) times the largest of its rotated values. These are float16,
+# so their sums are too, over the root of 16384 columns: 2^-12 of rounding, where float32 would take twice the traffic.
+SUM_UNIT = 128.0
+
+
+def unit_of(values: Tensor) -> float:
+    """What values of a product are multiples of: SUM_UNIT for split-K partial sums in float16, by `gemm_sm90.py`."""
+    return SUM_UNIT if values.dim() == 3 and values.dtype == torch.float16 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """How a kernel reads a product: as the sum of `splits` consecutive matrices."""
+    """How a kernel reads a product: as the sum of `splits` consecutive matrices, times `unit`."""
 
     splits: int
     row_stride: int
+    unit: float = 1.0
 
 
 @cache
-def _source(splits: int, row_stride: int) -> Source:
-    return Source(splits=splits, row_stride=row_stride)
+def _source(splits: int, row_stride: int, unit: float) -> Source:
+    return Source(splits=splits, row_stride=row_stride, unit=unit)
 
 
 def shares_form(layouts: Sequence[TrellisLayout]) -> bool:
