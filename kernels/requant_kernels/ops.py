@@ -5,7 +5,7 @@ chooses the kernel.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
-from requant_kernels.dispatch import dispatch, dispatch_group
+from requant_kernels.dispatch import dispatch, dispatch_group, shape_of
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, layout_of, trellis_layout_of
 from requant_kernels.registry import module_of
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis.gemm_sm90_launch import Turn, num_ctas, together
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
@@ -101,18 +103,42 @@ def products(
     inputs: Sequence[RotatedActivations], layouts: Sequence[TrellisLayout], biases: Sequence[Tensor | None]
 ) -> list[Product]:
     """`product` of several layers, with separate or shared rotated activations: in one launch if kernels support it."""
-    configs = dispatch_group(layouts, inputs[0].num_tokens, layouts[0].packed_codes.device)
-    if configs is None:
-        return [
-            product(x, layout, bias)
-            for x, layout, bias in zip(_quantized_once(inputs, layouts), layouts, biases, strict=True)
-        ]
-    from requant_kernels.trellis.gemv_group import gemv_group  # needs Triton
+    num_tokens, device = inputs[0].num_tokens, layouts[0].packed_codes.device
+    configs = dispatch_group(layouts, num_tokens, device)
+    if configs is not None:
+        from requant_kernels.trellis.gemv_group import gemv_group  # needs Triton
 
+        found = gemv_group(inputs, layouts, configs)
+    else:
+        found = _one_by_one(_quantized_once(inputs, layouts), layouts, num_tokens, device)
     return [
         Product(values=values, output_scales=layout.output_scales, bias=bias)
-        for values, layout, bias in zip(gemv_group(inputs, layouts, configs), layouts, biases, strict=True)
+        for values, layout, bias in zip(found, layouts, biases, strict=True)
     ]
+
+
+def _one_by_one(
+    inputs: Sequence[RotatedActivations],
+    layouts: Sequence[TrellisLayout],
+    num_tokens: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """The products of several layers by a launch of each; they overlap where kernels support it."""
+    chosen = [dispatch(layout, num_tokens, device) for layout in layouts]
+    if len(layouts) == 1 or not all(kernel.overlaps for kernel, _ in chosen):
+        return [
+            module_of(kernel).product(x, layout, config)
+            for (kernel, config), x, layout in zip(chosen, inputs, layouts, strict=True)
+        ]
+    shapes = tuple(shape_of(layout, num_tokens) for layout in layouts)
+    configs = together(shapes, tuple(cast(GemmSm90Config, config) for _, config in chosen), device)
+    found: list[Tensor] = []
+    ahead = 0
+    for (kernel, _), config, x, layout in zip(chosen, configs, inputs, layouts, strict=True):
+        turn = Turn(first=not found, last=len(found) == len(layouts) - 1, ahead=ahead)
+        found.append(module_of(kernel).product(x, layout, config, turn))
+        ahead += num_ctas(config, layout.packed_codes.shape[0], num_tokens)
+    return found
 
 
 def _quantized_once(

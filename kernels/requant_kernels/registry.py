@@ -48,6 +48,7 @@ class Kernel:
     module: str
     launch: Launch | None = None
     gluon: bool = False  # Hopper only
+    overlaps: bool = False  # `product` takes a `Turn` (`trellis/gemm_sm90_launch.py`)
     function: str = ""  # the function that multiplies; named like the module by default
 
     def supports(self, layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:
@@ -86,12 +87,14 @@ TRELLIS_KERNELS = (
         module="trellis.gemm_int8",
         launch=gemm_int8_launch.LAUNCH,
         gluon=True,
+        overlaps=True,
     ),
     Kernel(
         name="trellis_gemm_sm90",
         module="trellis.gemm_sm90",
         launch=trellis_gemm_sm90_launch.LAUNCH,
         gluon=True,
+        overlaps=True,
     ),
     Kernel(name="trellis_dense", module="trellis.dequantize", function="matmul"),
 )

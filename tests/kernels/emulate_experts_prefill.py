@@ -119,10 +119,10 @@ def emulate() -> None:
     module.warpgroup_mma_init = lambda x: x
     module.warpgroup_mma_wait = lambda _count, deps: deps[0]
     constants, transform = module._launch_constants, module.hadamard_transform
-    own = ("PDL", "num_warps", "launch_pdl", "maxnreg")
+    own = ("TURN", "num_warps", "launch_pdl", "maxnreg")
     module._launch_constants = lambda *given, **kind: {
         **{name: value for name, value in constants(*given, **kind).items() if name not in own},
-        "PDL": False,
+        "TURN": "",
     }
     gemm_int8.quantized = partial(quantized_alone, gemm_int8.quantized)
     module.hadamard_transform = lambda *given, **options: transform(

@@ -12,6 +12,8 @@ from requant_kernels import TrellisLayout, dequantize, linear, linear_siblings, 
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, unflatten
 from requant_kernels.ops import lookup_refusal
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis.gemm_sm90_launch import ALONE, Turn
 from requant_kernels.trellis.operands import RotatedActivations
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
@@ -80,8 +82,10 @@ def test_activations_that_layers_share_are_quantized_once(monkeypatch: pytest.Mo
         seen.append(x)
         return torch.zeros(1, 80, layout.n)
 
-    exact = SimpleNamespace(name="float16", module=SimpleNamespace(product=product))
-    int8 = SimpleNamespace(name="int8", module=SimpleNamespace(product=product, quantize=quantize))
+    exact = SimpleNamespace(name="float16", overlaps=False, module=SimpleNamespace(product=product))
+    int8 = SimpleNamespace(
+        name="int8", overlaps=False, module=SimpleNamespace(product=product, quantize=quantize)
+    )
     kernel_of = {layout.bits: exact if layout.bits == 4 else int8 for layout in layouts}
     monkeypatch.setattr(ops, "dispatch", lambda layout, tokens, device: (kernel_of[layout.bits], None))
     monkeypatch.setattr(ops, "dispatch_group", lambda *_: None)
@@ -91,6 +95,35 @@ def test_activations_that_layers_share_are_quantized_once(monkeypatch: pytest.Mo
     other = RotatedActivations(values=torch.ones(80, 64), scales=None)
     ops.products([given, other], [layouts[0], layouts[2]], [None] * 2)
     assert len(made) == 3 and bool(seen[-1].values.all())
+
+
+def test_products_of_the_same_activations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all kernels can; each knows how many CTAs are ahead of it."""
+    layouts = [pack_trellis(*random_trellis(n, 256, 2, "cpu"), bits=2, code="mul1") for n in (256, 128, 64)]
+    given, config = RotatedActivations(values=torch.zeros(40, 256), scales=None), GemmSm90Config(num_warps=4)
+    turns: list[Turn] = []
+
+    def product(
+        x: RotatedActivations, layout: TrellisLayout, config: object, turn: Turn = ALONE
+    ) -> torch.Tensor:
+        turns.append(turn)
+        return torch.zeros(1, 40, layout.n)
+
+    kernel = SimpleNamespace(name="float16", overlaps=True, module=SimpleNamespace(product=product))
+    monkeypatch.setattr(ops, "dispatch", lambda *_: (kernel, config))
+    monkeypatch.setattr(ops, "dispatch_group", lambda *_: None)
+    monkeypatch.setattr(ops, "module_of", lambda kernel: kernel.module)
+    ops.products([given] * 3, layouts, [None] * 3)
+    assert turns == [
+        Turn(first=True, last=False, ahead=0),
+        Turn(first=False, last=False, ahead=4),
+        Turn(first=False, last=True, ahead=6),
+    ]
+    ops.products([given], layouts[:1], [None])
+    assert turns[3:] == [ALONE]
+    kernel.overlaps = False
+    ops.products([given] * 2, layouts[:2], [None] * 2)
+    assert turns[4:] == [ALONE] * 2
 
 
 def test_operator_contract_and_tracing() -> None:

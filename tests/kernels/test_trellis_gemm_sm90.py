@@ -47,6 +47,7 @@ def multiply_machine(
     int8: bool = False,
     out: str = "fp16",
     experts: int = 0,
+    turn: str = "alone",
 ) -> Machine:
     """`launch`: tokens, warps, tiles, ahead."""
     tokens, warps, tiles, ahead = launch
@@ -72,7 +73,7 @@ def multiply_machine(
     }
     absent = (*(() if experts else ("groups_ptr", "matrices_ptr")), *(() if int8 else ("x_scales_ptr",)))
     return compile_kernel(
-        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": True, "EXPERTS": experts}, capability=90,
+        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "TURN": turn, "EXPERTS": experts}, capability=90,
         pointers=pointers, warps=warps, aligned=("rows",), absent=absent, max_registers=max_registers(config, four),
     )  # fmt: skip
 
@@ -173,6 +174,24 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
         assert sum(machine.shared) <= 227 << 10
 
 
+@counts_instructions
+def test_a_product_that_waits_last_is_the_same_program() -> None:
+    """All turns let the next launch start and wait for the previous one, once each; only where is different."""
+    machines = {
+        turn: multiply_machine("pair", 2, launch=(64, 4, 1, 0), turn=turn)
+        for turn in ("alone", "first", "later")
+    }
+    for turn, machine in machines.items():
+        assert machine.stack == 0 and machine.inner == machines["alone"].inner, turn
+        wait, trigger, load, last_store = (
+            [i for i, line in enumerate(machine.listing[0]) if mnemonic in line]
+            for mnemonic in ("ACQBULK", "PREEXIT", "UTMALDG", "STG")
+        )
+        assert len(wait) == len(trigger) == 1
+        assert (wait[0] < trigger[0]) == (turn == "first")
+        assert (wait[0] > last_store[-1]) if turn == "later" else (wait[0] < load[0])
+
+
 GROUPED = [("mul1", 2), ("pair", 2), ("mul1", 2.25), ("mul1", 4), ("3inst", 2)]
 
 
@@ -241,3 +260,43 @@ def test_the_last_round_of_ctas_is_of_smaller_ones(
     assert skipped == [0, 8 * grids[0][0]][: len(grids)]
     assert 8 * sum(grid[0] for grid in grids) == rows // 16
     assert all(constants["CTA"][0] * grid[2] == tokens for _, grid, _, constants in launched)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "last", "grids"),
+    [
+        (0, True, [(224, 1, 1)]),
+        (0, False, [(224, 1, 1)]),
+        (224, True, [(172, 1, 1), (52, 1, 2)]),  # 92 CTAs of the round are others': two rounds, and 52 CTAs
+        (224, False, [(224, 1, 1)]),  # others follow, which fill the last round
+    ],
+)
+def test_the_last_round_counts_the_products_ahead(
+    ahead: int, last: bool, grids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GemmSm90Config(tokens_per_cta=256, num_warps=8)
+    turn = gemm_sm90_launch.Turn(first=ahead == 0, last=last, ahead=ahead)
+    found = gemm_sm90_launch.launches(config, 28672 // 16, 256, 132, turn)
+    assert sum(tiles for _, tiles in found) == 28672 // 16
+    assert [(-(-tiles // 8), 1, 256 // own.tokens_per_cta) for own, tiles in found] == grids
+
+
+def test_products_that_overlap_share_the_gpu() -> None:
+    """q, k and v of an 8B model: with the splits of one matrix of all their rows, where they had eight each."""
+    device = torch.device("cpu")
+    shapes = tuple(Shape("mul1", bits, n, 4096, 64) for bits, n in ((2.75, 4096), (3, 1024), (3.5, 1024)))
+    configs = tuple(gemm_sm90_launch.trellis_gemm_sm90(shape, device) for shape in shapes)
+    assert {config.split_k for config in configs} == {8}
+    assert {config.split_k for config in gemm_sm90_launch.together(shapes, configs, device)} == {6}
+    longer = tuple(shape._replace(m_bucket=512) for shape in shapes)
+    configs = tuple(gemm_sm90_launch.trellis_gemm_sm90(shape, device) for shape in longer)
+    assert gemm_sm90_launch.together(longer, configs, device) == list(configs)
+
+
+def test_launches_of_a_product_take_its_turn() -> None:
+    of = gemm_sm90_launch.Turn
+    assert of().of_launch(first=True, last=True) == "alone"
+    assert of().of_launch(first=True, last=False) == "first"  # the smaller CTAs of its last round follow
+    assert of(last=False).of_launch(first=True, last=True) == "first"
+    assert of().of_launch(first=False, last=True) == "later"
+    assert of(first=False).of_launch(first=True, last=True) == "later"

@@ -1,8 +1,10 @@
 """The trellis GEMM of Hopper on the GPU: every code, odd shapes, every launch config, graphs."""
 
+import dataclasses
+
 import pytest
 import torch
-from requant_kernels import linear, pack_trellis
+from requant_kernels import linear, ops, pack_trellis
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.dispatch import dispatch
 from requant_kernels.fallback import reference
@@ -98,6 +100,37 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
     v = (weights / unit + 0.5).floor()
     want = (q @ v.T) * scales * unit
     assert relative_error(got[:, :n], want[:, :n]) < 2e-3 and not got[3].any()
+
+
+SIBLINGS = [
+    [("mul1", 2.75, 4096), ("mul1", 3, 1024), ("mul1", 3.5, 1024)],
+    [("pair", 2, 14336), ("pair", 1.75, 14336)],
+    [("mul1", 3, 512), ("mul1", 3.25, 28672)],
+]
+
+
+@pytest.mark.parametrize("m", [17, 64, 100, 512, 2048])
+@pytest.mark.parametrize("parts", SIBLINGS, ids=str)
+def test_products_that_overlap(parts: list[tuple[str, float, int]], m: int) -> None:
+    """They read what the launch before the first has written, and are complete when the launch after the last reads them."""
+    torch.manual_seed(0)
+    layouts = [layout_of(code, bits, n, 4096) for code, bits, n in parts]
+    layouts = [dataclasses.replace(layout, input_scales=layouts[0].input_scales) for layout in layouts]
+    form = ops.activation_form(layouts[0], m)
+    assert form is not None and layouts[0].input_scales is not None
+    given, worst = form.empty(m, layouts[0].packed_codes.device), 0.0
+    for scale in range(1, 21):
+        x = torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) * scale
+        hadamard_transform(
+            x, given.values, in_width=4096, columns=4096, out_width=4096, input_scales=layouts[0].input_scales,
+            pair=form.pair, permute=form.permute, asm=True, pdl=True,
+        )  # fmt: skip
+        found = ops.products([given] * len(layouts), layouts, [None] * len(layouts))
+        sums = [own.values.float().sum(0) * unit_of(own.values) for own in found if own.values.dim() == 3]
+        alone = [ops.product(given, layout).values for layout in layouts]
+        alone = [own.float().sum(0) * unit_of(own) for own in alone if own.dim() == 3]
+        worst = max(worst, *(relative_error(got, want) for got, want in zip(sums, alone, strict=True)))
+    assert worst < 5e-4  # of other splits of K
 
 
 @pytest.mark.parametrize("config", gemm_int8_launch.candidates(Shape("mul1", 2, 720, 2048, 128)), ids=str)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -21,28 +22,77 @@ def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     return dataclasses.replace(cta_of(shape.bits, tokens, whole=split_k == 1), split_k=split_k)
 
 
+# 28672 x 4096, 64 tokens: `pair` at 2 bits takes 32.1 us with eight warps of one tile and 33.4 with four of two, `mul1` at 4
+# bits 50.4 and 41.2 (`trellis-gemm-launches-h200.json`)
+WHOLE_BITS = 2.5
+
+
 def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
-    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices,
-    which have enough CTAs, eight warps of one tile."""
-    small = tokens == 64 and bits <= 4 and not whole
+    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices
+    with at most WHOLE_BITS, which have enough CTAs, eight warps of one tile."""
+    small = tokens == 64 and bits <= 4 and not (whole and bits <= WHOLE_BITS)
     return GemmSm90Config(
         tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
         prefetch_at=2 if tokens == 256 else 0,
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The place of a product among several that multiply the same activations, whose launches overlap.
+
+    The first one waits for the activations before it lets the second start, so that the others need not wait for anything:
+    their CTAs run beside its last ones. They wait for one another before they end, so what waits for the last one waits for
+    all.
+    """
+
+    first: bool = True
+    last: bool = True
+    ahead: int = 0  # CTAs of those before
+
+    def of_launch(self, *, first: bool, last: bool) -> str:
+        """`alone`, `first` or `later`: the turn of the first or the last launch, or of another, of this product."""
+        if not (self.first and first):
+            return "later"
+        return "alone" if self.last and last else "first"
+
+
+ALONE = Turn()
+
+
+@cache
+def together(
+    shapes: tuple[Shape, ...], configs: tuple[GemmSm90Config, ...], device: torch.device
+) -> list[GemmSm90Config]:
+    """The launches of products that overlap: up to 64 tokens, with no more splits than one matrix of all their rows."""
+    if shapes[0].m_bucket > 64:
+        return list(configs)
+    rows = sum(shape.n for shape in shapes)
+    joined = [trellis_gemm_sm90(shape._replace(n=rows), device) for shape in shapes]
+    return [
+        own if own.split_k <= fewer.split_k else fewer for own, fewer in zip(configs, joined, strict=True)
+    ]
+
+
+def num_ctas(config: GemmSm90Config, tiles: int, num_tokens: int) -> int:
+    """CTAs of a product of `tiles` row tiles."""
+    rows = config.num_warps * config.tiles_per_warp
+    return -(-tiles // rows) * -(-num_tokens // config.tokens_per_cta) * config.split_k
+
+
 def launches(
-    config: GemmSm90Config, tiles: int, num_tokens: int, sms: int
+    config: GemmSm90Config, tiles: int, num_tokens: int, sms: int, turn: Turn = ALONE
 ) -> list[tuple[GemmSm90Config, int]]:
     """The launches of a product and the row tiles of each: one, or two if CTAs of 256 tokens would leave half of the GPU
     idle in the last wave. That wave then has 128 tokens per CTA and takes about half the time: 28672 rows and 512 tokens are
     448 CTAs, three waves on an H200's 132 SMs and one of 52, which become 104."""
     rows, columns = config.num_warps * config.tiles_per_warp, -(-num_tokens // config.tokens_per_cta)
-    ctas = -(-tiles // rows) * columns
-    rounds, left = divmod(ctas, sms)
-    if config.tokens_per_cta != 256 or config.split_k > 1 or rounds == 0 or not 0 < 2 * left <= sms:
+    begun = turn.ahead % sms  # CTAs of the wave in which this product starts
+    waves, left = divmod(begun + num_ctas(config, tiles, num_tokens), sms)
+    small = config.tokens_per_cta == 256 and config.split_k == 1 and turn.last
+    if not small or waves == 0 or not 0 < 2 * left <= sms:
         return [(config, tiles)]
-    whole = rounds * sms // columns * rows
+    whole = (waves * sms - begun) // columns * rows
     return [(config, whole), (GemmSm90Config(tokens_per_cta=128, num_warps=8), tiles - whole)]
 
 
