@@ -1,0 +1,82 @@
+"""What the kernels' rounding costs: KL of checkpoints to their original, dequantized and through the kernels.
+
+    python -m eval.kernel_rounding CHECKPOINT ... --reference ../shared/models/bench-32m --out FILE
+
+Reports and `requant eval` score dequantized weights. Here the same windows go through the kernels: in float16 alone, as they
+are by default (`kernels/requant_kernels/trellis/gemm_int8.py`), and with all matrices in int8; `max_bits` of a row is the
+most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply. Needs a GPU.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from requant_kernels import dispatch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import requant
+from eval import options as opt
+from eval.common import DATA, MODEL, environment, write_json
+from requant.evaluation.perplexity import perplexity_and_kl
+from requant.text.sources import Text, read_text
+from requant.text.windows import token_windows
+
+LENGTHS = (64, 1024, 2048)
+TOKENS = 1 << 17  # of the text, at each length
+
+
+def ways(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[Any, float | None]]:
+    """The checkpoint dequantized, and through kernels; with the limit of int8 for the latter."""
+    from requant_kernels.trellis import gemm_int8
+
+    served = requant.load(checkpoint, device="cuda", dtype=dtype)
+    dequantized = requant.load(checkpoint, device="cuda", dtype=torch.float32, dequantize=True)
+    return {
+        "dequantized": (dequantized, None),
+        "float16": (served, 0.0),
+        "default": (served, gemm_int8.MAX_BITS),
+        "all in int8": (served, 9.0),
+    }
+
+
+def rows_of(
+    checkpoint: Path, reference: Any, text: Text, windows_of: dict[int, torch.Tensor]
+) -> list[dict[str, Any]]:
+    from requant_kernels.trellis import gemm_int8
+
+    usual, rows = gemm_int8.MAX_BITS, []
+    for name, (model, most) in ways(checkpoint, torch.float16).items():
+        gemm_int8.MAX_BITS = usual if most is None else most
+        dispatch.forget()
+        for length, windows in windows_of.items():
+            found = perplexity_and_kl(model, windows, text=text, reference=reference)
+            rows.append({
+                "checkpoint": checkpoint.name, "way": name, "max_bits": most, "window": length, "windows": len(windows),
+                "kl": found.mean_kl, "se": found.kl_error, "perplexity": found.perplexity,
+            })  # fmt: skip
+            print(f"{checkpoint.name} {name:12s} windows of {length:4d}  KL {found.mean_kl:.5f}", flush=True)
+    gemm_int8.MAX_BITS = usual
+    dispatch.forget()
+    return rows
+
+
+def main(
+    checkpoints: Annotated[list[Path], typer.Argument(help="Folders of checkpoints.")],
+    out: opt.OutFile,
+    reference: Annotated[Path, typer.Option(help="Folder of the original.")] = MODEL,
+    text: Annotated[Path, typer.Option(help="The text to score.")] = DATA / "wikitext2" / "wiki.test.raw",
+) -> None:
+    original: Any = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    original.to("cuda").eval()
+    tokenizer, source, rows = AutoTokenizer.from_pretrained(reference), read_text(text), []
+    windows_of = {
+        n: token_windows(source, tokenizer, num_samples=TOKENS // n, seq_len=n).to("cuda") for n in LENGTHS
+    }
+    for checkpoint in checkpoints:
+        rows += rows_of(checkpoint, original, source, windows_of)
+        write_json(out, {"about": environment(torch.device("cuda")), "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(main)
