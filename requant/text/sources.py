@@ -11,12 +11,13 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 
-from requant.errors import TextError
+from requant.errors import TextError, first_line
 from requant.extras import requirement
 
 # Files in requant/data/demo-text, which bench-32m wrote (eval/make_demo_text.py).
@@ -27,6 +28,7 @@ FILE_SUFFIXES = (".txt", ".raw", ".jsonl", ".parquet")
 UNREAD_SUFFIXES = (".csv", ".tsv", ".json", ".gz", ".zip", ".md", ".html", ".pdf", ".docx", ".yaml")
 LONGEST_NAME = 4096  # a path on Linux
 MAX_HUB_CHARACTERS = 64_000_000  # of a hub data set: C4 alone is 800 GB, and a calibration reads a few MB
+HUB_ANSWERS_WITHIN = 10.0  # seconds
 logger = logging.getLogger(__name__)
 
 
@@ -194,9 +196,10 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
         ) from error
     name, _, rest = key.partition(":")
     config, _, split = rest.partition(":")
-    read = 0
+    read, unreachable = 0, None
     try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        with _cached_unless_reachable(name) as unreachable:
+            rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for number, record in enumerate(rows):
             yield (document := _text_field(record, field, f"{key} row {number}"))
             read += len(document)
@@ -206,11 +209,37 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
     except TextError:
         raise
     except Exception as error:  # `datasets` passes on any exception of its network and file layers
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise TextError(
             f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}, and the hub did not give it "
-            f"({reason}): check the name and the network, or give a file"
+            f"({first_line(unreachable or error)}): check the name and the network, or give a file"
         ) from error
+
+
+@contextmanager
+def _cached_unless_reachable(name: str) -> Iterator[Exception | None]:
+    """While the context lasts, `datasets` looks only into its cache if the hub does not answer one question about `name`,
+    and why it did not is what the context gives.
+
+    `datasets` itself would ask six times, for half a minute.
+    """
+    from datasets import config
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    before, unreachable = config.HF_HUB_OFFLINE, None
+    try:
+        HfApi().dataset_info(name, timeout=HUB_ANSWERS_WITHIN)
+    except (HfHubHTTPError, HFValidationError):  # it answers, or need not: `datasets` says what is wrong
+        pass
+    except (
+        Exception
+    ) as error:  # no route, no such host, no time: versions of the library have different classes
+        unreachable = error
+        config.HF_HUB_OFFLINE = True
+    try:
+        yield unreachable
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 # what the paper calibrates on, where nothing else is named

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from requant.errors import NumericalError, TextError
@@ -154,14 +155,27 @@ def test_optional_libraries_are_named(tmp_path, monkeypatch):
         read_text("wikitext")
 
 
-def test_hub_data_set_is_streamed_and_cut(monkeypatch, caplog):
+@pytest.fixture
+def fake_hub(monkeypatch):
+    """`fake_hub(load_dataset, asked)`: a package `datasets`, and what the hub answers when it is asked for a data set."""
+
+    def install(load_dataset, asked=lambda *_, **__: None):
+        package = SimpleNamespace(load_dataset=load_dataset, config=SimpleNamespace(HF_HUB_OFFLINE=False))
+        monkeypatch.setitem(sys.modules, "datasets", package)
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
+        return package
+
+    return install
+
+
+def test_hub_data_set_is_streamed_and_cut(fake_hub, monkeypatch, caplog):
     asked = []
 
     def load_dataset(*names, **options):
         asked.append((names, options))
         return iter([{"text": "word " * 10}] * 1000)
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    fake_hub(load_dataset)
     monkeypatch.setattr("requant.text.sources.MAX_HUB_CHARACTERS", 100)
     text = read_text("org/set:config:test")
     assert asked == [(("org/set", "config"), {"split": "test", "streaming": True})]
@@ -171,12 +185,52 @@ def test_hub_data_set_is_streamed_and_cut(monkeypatch, caplog):
         read_text("org/set", field="body")
 
 
-def test_hub_out_of_reach_is_one_sentence(monkeypatch):
+def test_hub_out_of_reach_is_one_sentence(fake_hub):
     def load_dataset(*names, **options):
         raise ConnectionError("no route\nto the hub")
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    fake_hub(load_dataset)
     with pytest.raises(TextError, match=r"neither a file .* \(no route\): check the name and the network"):
+        read_text("org/set")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_hub_that_does_not_answer_is_asked_once(fake_hub, cached):
+    """`datasets` would ask it six times, for half a minute, before it looks into its cache."""
+
+    def dataset_info(*_, timeout, **__):
+        assert timeout <= 10
+        raise OSError("no such host")
+
+    def load_dataset(*names, **options):
+        assert package.config.HF_HUB_OFFLINE
+        if cached:
+            return [{"text": "words"}]
+        raise ConnectionError("offline mode is enabled")
+
+    package = fake_hub(load_dataset, dataset_info)
+    if cached:
+        assert read_text("org/set").text == "words"
+    else:
+        with pytest.raises(
+            TextError, match=r"did not give it \(no such host\): check the name and the network"
+        ):
+            read_text("org/set")
+    assert not package.config.HF_HUB_OFFLINE
+
+
+def test_a_hub_that_refuses_is_left_to_datasets(fake_hub):
+    """A wrong name, a licence to accept: it says so better, and at once."""
+
+    def dataset_info(*_, **__):
+        raise HFValidationError("no name")
+
+    def load_dataset(*names, **options):
+        assert not package.config.HF_HUB_OFFLINE
+        raise ValueError("it is gated")
+
+    package = fake_hub(load_dataset, dataset_info)
+    with pytest.raises(TextError, match=r"\(it is gated\)"):
         read_text("org/set")
 
 
