@@ -283,6 +283,8 @@ def _check_training(chosen: Recipe) -> None:
 def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
     """`--bits` or `--code-bits` as a number from 1 to 8."""
     try:
+        if isinstance(bits, bool | bytes):  # which float takes for numbers
+            raise TypeError
         value = float(bits)
     except (TypeError, ValueError):
         raise RecipeError(f"{option} {bits} is no number; give 1 to 8, like 3 or 2.25.") from None

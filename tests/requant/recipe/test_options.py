@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,9 +194,11 @@ def test_bits(bits: str, value: float) -> None:
         ("inf", "is out of range"),
         ("three", "is no number; give 1 to 8"),
         ("", "is no number"),
+        (True, "is no number"),
+        (b"3", "is no number"),
     ],
 )
-def test_other_bits_are_refused(bits: str, message: str) -> None:
+def test_other_bits_are_refused(bits: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=f"--bits {bits} {message}"):
         parse_bits(bits)
 
