@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import importing, table
+from requant.cli.common import importing, log_to_stderr, table
 from requant.errors import WriteError
 
 
@@ -32,6 +32,7 @@ def compare(
     with importing():
         from requant.report.compare import compare_checkpoints, kl_above_first, note, render_comparison
 
+    log_to_stderr(verbose=False)
     page = None if output is None else check_output(output)
     entries = compare_checkpoints(
         checkpoints,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import importing, table
+from requant.cli.common import importing, log_to_stderr, table
 from requant.errors import InputError
 
 
@@ -46,8 +46,10 @@ def evaluate(
         _refuse_with(
             "--tasks", {"--text": text, "--context": context, "--windows": windows, "--reference": reference}
         )
-        from requant.evaluation.tasks import evaluate_tasks, score_rows
+        with importing():
+            from requant.evaluation.tasks import evaluate_tasks, score_rows
 
+        log_to_stderr(verbose=False)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         scores = evaluate_tasks(
             models, names, data=task_data, limit=limit, device=device, dtype=dtype, quiet=quiet
@@ -58,6 +60,7 @@ def evaluate(
     with importing():
         from requant.evaluation.compare import evaluate_all
 
+    log_to_stderr(verbose=False)
     rows = evaluate_all(
         models,
         text=text,
@@ -106,6 +109,7 @@ def bench(
     with importing():
         from requant.evaluation import bench
 
+    log_to_stderr(verbose=False)
     rows = bench.bench(
         checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
         device=device, dtype=dtype, compiled=compile, autotune=autotune,

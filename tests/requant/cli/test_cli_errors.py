@@ -315,6 +315,14 @@ def test_other_commands_refuse_in_one_sentence(refused, checkpoint: Path, tiny_f
     )
 
 
+@pytest.mark.parametrize("command", [("eval",), ("bench",), ("compare", "--output", "page.html")])
+def test_what_transformers_reports_of_a_load_is_not_shown(cli, command: tuple[str, ...]) -> None:
+    """Tables of dozens of lines, before the sentence that says what is wrong."""
+    logging.getLogger("transformers").setLevel(logging.WARNING)
+    assert cli(*command, "absent-model")[0] == 2
+    assert logging.getLogger("transformers").level == logging.ERROR
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("quantise",), ("quantize", "--bit", "3"), ("eval",), ("eval", "demo", "--windows", "0"), ("generate", "demo"),
