@@ -20,6 +20,7 @@ from requant.processes import STORE, started
 
 RESUMES = "`requant quantize --resume`, with any number of GPUs, continues where it stopped."
 BETWEEN_LOOKS = 0.05  # seconds
+MOST_GPUS = 1024  # of one host, or planned for; far below the processes that would exhaust it
 ENDS_WITHIN = 30.0  # seconds that a process has, when it is told to end, before it is killed
 # they end the processes with this one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

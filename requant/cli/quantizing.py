@@ -17,7 +17,7 @@ from requant.cli.common import (
     sigterm_interrupts,
     table,
 )
-from requant.cli.launching import check_gpus, ran_on
+from requant.cli.launching import MOST_GPUS, check_gpus, ran_on
 from requant.processes import is_first, started
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def quantize(
     device: opt.Device = "auto",
     gpus: Annotated[
         int | None,
-        opt.of_run(min=1, help="How many GPUs to use, with one process each, as with torchrun. [1]"),
+        opt.of_run(
+            min=1, max=MOST_GPUS, help="How many GPUs to use, with one process each, as with torchrun. [1]"
+        ),
     ] = None,
     gpu_memory: opt.GpuMemory = None,
     dtype: opt.Dtype = "auto",

@@ -323,6 +323,11 @@ def test_what_transformers_reports_of_a_load_is_not_shown(cli, command: tuple[st
     assert logging.getLogger("transformers").level == logging.ERROR
 
 
+def test_more_processes_than_a_host_has_gpus_are_a_usage_error(cli) -> None:
+    code, _, error = cli("quantize", "--bits", 3, "--gpus", 10**20, "--dry-run")
+    assert code == 2 and "--gpus" in error and "1024" in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("quantise",), ("quantize", "--bit", "3"), ("eval",), ("eval", "demo", "--windows", "0"), ("generate", "demo"),
