@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from requant.server import protocol
 from requant.server.engine import Engine, Job
@@ -23,6 +24,7 @@ from requant.server.protocol import ApiError, Limits, Request, TokenLogprob
 
 logger = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
+CLIENT_LEFT = 499  # nginx's status
 
 
 class KeyGuard:
@@ -206,6 +208,8 @@ async def _body(http: HttpRequest, limits: Limits) -> Mapping[str, Any]:
         raise ApiError(
             f"the request took longer than {limits.body_seconds:g} s to arrive; send it again.", status=408
         ) from None
+    except ClientDisconnect:  # no failure of the server's; nobody reads this answer
+        raise ApiError("the client left before its request had arrived.", status=CLIENT_LEFT) from None
     try:
         value = json.loads(received)
     except (ValueError, RecursionError) as error:

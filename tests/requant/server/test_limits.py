@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from typing import Any
@@ -210,3 +211,13 @@ def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monke
         assert (
             httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         )
+
+
+def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, client, caplog) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)  # until the server waits for the rest
+    time.sleep(0.2)
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
