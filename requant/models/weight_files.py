@@ -21,7 +21,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     try:
         named = set(parse_json(read_small_file(folder / INDEX_FILE))["weight_map"].values())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, FileError):
-        return sorted(folder.glob(WEIGHT_FILES))
+        return sorted(file for file in folder.glob(WEIGHT_FILES) if file.is_file())  # a link may lead nowhere
     return sorted(file for file in folder.iterdir() if file.name in named and file.is_file())
 
 

@@ -46,3 +46,11 @@ def test_without_an_index_that_can_be_read_all_shards_count(sharded: Path, conte
     (sharded / INDEX_FILE).write_text(content)
     assert weight_files(sharded) == sorted(sharded.glob("model-*.safetensors"))
     assert folder_bytes(sharded.parent) == 0
+
+
+def test_a_link_that_leads_nowhere_is_no_weight_file(sharded: Path) -> None:
+    (sharded / INDEX_FILE).unlink()
+    (sharded / "model.safetensors").symlink_to("moved-away")
+    (sharded / "model-loop.safetensors").symlink_to("model-loop.safetensors")
+    assert weight_files(sharded) == sorted(sharded.glob("model-0*.safetensors"))
+    assert folder_bytes(sharded) > 0
