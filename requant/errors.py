@@ -71,8 +71,15 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    """What a library's error says, short enough to stand inside a sentence."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")[:limit]
+    """What a library's error says, short enough to stand inside a sentence.
+
+    A line that ends in a colon takes the next one along, and a bare key the name of its error.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if isinstance(error, KeyError):
+        said = f"KeyError: {said}"
+    return said.rstrip(".:")[:limit]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
