@@ -65,9 +65,9 @@ class CheckpointHeader:
 
 
 def check_depth(path: str | Path, config: Any, header: CheckpointHeader) -> None:
-    """Refuse a config.json that asks for more blocks than there are tensors, before so many are built."""
-    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if depth > len(header.tensors):
+    """Refuse a config.json that asks for no blocks, or for more than there are tensors, before so many are built."""
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not 1 <= depth <= len(header.tensors):
         raise CheckpointError(
             f"{path}: config.json asks for {depth} blocks, but the weight files hold {len(header.tensors)} tensors; "
             "download the checkpoint again."

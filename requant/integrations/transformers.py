@@ -39,6 +39,7 @@ from requant.inference.quant_linear import QuantLinear
 from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
 from requant.models.file_names import module_names
+from requant.models.named_outputs import with_named_outputs
 from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
 from requant.models.safetensors_header import StoredTensor, read_tensors
 
@@ -110,7 +111,7 @@ class RequantHfQuantizer(HfQuantizer):
         rotation = parse_rotation(self.quantization_config.to_dict())
         if rotation is not None:
             rotate_stream(model, rotation)
-        return model
+        return with_named_outputs(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
         """transformers' conversions, but those that fuse experts: here every expert keeps its own tensors."""

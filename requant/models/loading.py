@@ -5,7 +5,6 @@ raises on a damaged or foreign folder becomes a ModelError of one sentence.
 """
 
 import copy
-import json
 import logging
 import math
 import os
@@ -28,9 +27,12 @@ from requant.errors import (
 )
 from requant.files import but_in_it, check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
+from requant.models.config_checks import check_depth, check_end_tokens, check_quantization_config
 from requant.models.hosted import hosted_blocks, whole_state
+from requant.models.named_outputs import with_named_outputs
 from requant.models.prequantized import FORMATS, check_stored, float_dtype, float_state
-from requant.models.weight_files import WEIGHT_FILES
+from requant.models.safetensors_header import read_tensors
+from requant.models.weight_files import WEIGHT_FILES, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +73,19 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
             f"{path}: the weight files hold scales ({scales[0]}), but config.json has no quantization_config to "
             "say what they scale; download the model again."
         )
+    if left := sorted(report["unexpected_keys"]):
+        logger.warning(
+            "the weight files of %s hold %d tensors that the model of its config.json does not have (%s first); they are "
+            "left out.",
+            path,
+            len(left),
+            left[0],
+        )
     if moved:
         model.to(device)
     model.eval().requires_grad_(False)
     model.config.use_cache = False
-    return model
+    return with_named_outputs(model)
 
 
 def _as_it_is(path: str, config: Any, dtype: str) -> Any:
@@ -190,7 +200,9 @@ def load_config(path: str) -> Any:
     from transformers import AutoConfig
 
     with _refusing(path, "a model that transformers knows"):
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    check_depth(path, config)
+    return config
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -213,18 +225,23 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
-        _check_quantization_config(path)
+        check_quantization_config(path)
+        if "ignore_mismatched_sizes" in str(
+            error
+        ):  # what transformers says of other shapes, which help nobody
+            raise ModelError(
+                f"{path} cannot be loaded ({_other_shape(path)}); download the model again."
+            ) from error
         raise ModelError(f"{path} cannot be loaded ({first_line(error)}); give {takes}.") from error
 
 
-def _check_quantization_config(path: str) -> None:
-    """Raise ModelError for a quantization_config that is no mapping, at which transformers stumbles."""
-    with suppress(OSError, ValueError):
-        config = json.loads(read_small_file(Path(path) / "config.json"))
-        if isinstance(config, dict) and not isinstance(config.get("quantization_config", {}), dict):
-            raise ModelError(
-                f"{path} cannot be loaded (quantization_config in config.json is no mapping); download the model again."
-            )
+def _other_shape(path: str) -> str:
+    """The first tensor whose shape is not what config.json asks for."""
+    asked = empty_model(path, dtype="auto").state_dict()
+    for name, stored in read_tensors(weight_files(path)).items():
+        if name in asked and tuple(asked[name].shape) != stored.shape:
+            return f"{name} is {list(stored.shape)} in {stored.file.name}, but {list(asked[name].shape)} by config.json"
+    return "the weight files hold tensors of other shapes than config.json asks for"
 
 
 def resolve_source(source: str) -> str:
@@ -238,6 +255,7 @@ def resolve_source(source: str) -> str:
                 f"{path} has no config.json{but_in_it(Path(path))}; give the folder of a Hugging Face causal LM."
             )
         check_model_folder(Path(path))
+        check_end_tokens(Path(path))
         return path
     if source in ALIASES:
         return _download(ALIASES[source])

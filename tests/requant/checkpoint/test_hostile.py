@@ -106,6 +106,8 @@ def test_remote_code_is_refused_unless_asked(checkpoint: Path) -> None:
         ({"hidden_size": 128}, "but .* by the rest of config.json"),
         ({"vocab_size": 10**9}, "model.embed_tokens.weight has shape .* by config.json"),
         ({"num_hidden_layers": 10**9}, "asks for 1000000000 blocks, but the weight files hold"),
+        ({"num_hidden_layers": 0}, "asks for 0 blocks, but the weight files hold"),
+        ({"num_hidden_layers": -1}, "asks for -1 blocks, but the weight files hold"),
         ({"num_hidden_layers": 3}, "model.layers.2.* is missing from the weight files"),
         ({"num_hidden_layers": 1}, "but LlamaForCausalLM has no such layer"),
         ({"num_hidden_layers": "two"}, "cannot build the model of config.json"),
@@ -116,6 +118,13 @@ def test_remote_code_is_refused_unless_asked(checkpoint: Path) -> None:
 def test_an_architecture_that_does_not_fit(checkpoint: Path, values: dict[str, Any], sentence: str) -> None:
     edit_config(checkpoint, lambda config: config.update(values))
     refuse_load(checkpoint, sentence)
+
+
+def test_tuples_that_a_config_asks_for_are_not_made(checkpoint: Path) -> None:
+    """transformers' models fail on them."""
+    edit_config(checkpoint, lambda config: config.update(return_dict=False))
+    model = load(checkpoint)
+    assert model(torch.ones(1, 2, dtype=torch.int64)).logits.shape[:2] == (1, 2)
 
 
 def test_truncated_shard(checkpoint: Path) -> None:

@@ -1,6 +1,7 @@
 """Sources by name, folder or hub; what is damaged, pickled or quantized is refused in one sentence."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from requant.models.loading import (
     HUB_FILES,
     check_finite,
     context_limit,
+    load_config,
     load_model,
     load_tokenizer,
     read_config,
@@ -87,6 +89,60 @@ def test_damaged_folders_are_one_sentence(copy: Path, file: str, content: bytes 
         load_tokenizer(str(copy))
         load_model(str(copy), device="cpu", dtype="auto")
     assert "\n" not in str(caught.value) and str(copy) in str(caught.value) and len(str(caught.value)) < 500
+
+
+def set_key(file: Path, key: str, value: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+
+@pytest.mark.parametrize("depth", [0, -1, 10**8])
+def test_no_blocks_and_endless_blocks_are_refused(copy: Path, depth: int) -> None:
+    """transformers runs the first two as an embedding and a head, and builds the third block by block."""
+    set_key(copy / "config.json", "num_hidden_layers", depth)
+    with pytest.raises(ModelError, match=rf"num_hidden_layers in config.json is {depth}, not 1 to 10,000"):
+        load_config(str(copy))
+
+
+def test_other_shapes_are_named(copy: Path) -> None:
+    """transformers refers to a report that is not shown, and to an argument that makes weights up."""
+    width = json.loads((copy / "config.json").read_text())["intermediate_size"]
+    set_key(copy / "config.json", "intermediate_size", width + 32)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(copy), device="cpu", dtype="auto")
+    found = re.search(
+        r"([\w.]+) is \[(.*?)\] in model.safetensors, but \[(.*?)\] by config.json", str(caught.value)
+    )
+    assert found is not None and found[1].startswith("model.layers.0.mlp.")
+    assert str(width) in found[2].split(", ") and str(width + 32) in found[3].split(", ")
+    assert "ignore_mismatched" not in str(caught.value)
+
+
+def test_weights_that_the_model_has_no_place_for_are_said(copy: Path, caplog) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    set_key(copy / "config.json", "num_hidden_layers", config["num_hidden_layers"] - 1)
+    load_model(str(copy), device="cpu", dtype="auto")
+    assert re.search(r"hold \d+ tensors that the model of its config.json does not have", caplog.text)
+
+
+def test_tuples_that_a_config_asks_for_are_not_made(copy: Path) -> None:
+    set_key(copy / "config.json", "return_dict", False)
+    model = load_model(str(copy), device="cpu", dtype="auto")
+    assert model(torch.ones(1, 2, dtype=torch.int64)).logits.shape[:2] == (1, 2)
+
+
+@pytest.mark.parametrize("ends", ["x", [[1]], 1.5, {}])
+def test_ends_that_are_no_tokens_are_refused(copy: Path, ends: object) -> None:
+    set_key(copy / "generation_config.json", "eos_token_id", [0, 1])
+    assert resolve_source(str(copy)) == str(copy)
+    set_key(copy / "generation_config.json", "eos_token_id", ends)
+    with pytest.raises(ModelError, match=r"eos_token_id is .*, neither a token nor a list of tokens"):
+        resolve_source(str(copy))
+
+
+def test_a_config_of_thousands_of_levels_is_one_sentence(copy: Path) -> None:
+    (copy / "config.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(str(copy))
 
 
 def test_a_damaged_config_is_not_blamed_on_the_tokenizer(copy: Path) -> None:

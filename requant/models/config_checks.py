@@ -1,0 +1,47 @@
+"""Values in a model's configuration files that transformers takes as they are, and on which it or a command fails later."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from requant.errors import ModelError
+from requant.files import parse_json, read_small_file
+
+MOST_BLOCKS = 10_000  # the deepest models have some hundred
+
+
+def check_depth(path: str, config: Any) -> None:
+    """Raise ModelError for no blocks, or so many that to build them, if only without weights, takes long."""
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(depth, int) and not 1 <= depth <= MOST_BLOCKS:
+        raise ModelError(
+            f"{path} cannot be loaded (num_hidden_layers in config.json is {depth}, not 1 to {MOST_BLOCKS:,}); download the "
+            "model again."
+        )
+
+
+def check_end_tokens(folder: Path) -> None:
+    """Raise ModelError for a generation_config.json whose `eos_token_id` is neither a token nor a list of tokens."""
+    file = folder / "generation_config.json"
+    try:
+        found = parse_json(read_small_file(file))
+    except (OSError, ValueError, RecursionError):  # missing, or damaged, which is for transformers to say
+        return
+    ends = found.get("eos_token_id") if isinstance(found, dict) else None
+    if ends is not None and not all(
+        type(token) is int for token in (ends if isinstance(ends, list) else [ends])
+    ):
+        raise ModelError(
+            f"{file}: eos_token_id is {repr(ends)[:40]}, neither a token nor a list of tokens; download the model again."
+        )
+
+
+def check_quantization_config(path: str) -> None:
+    """Raise ModelError for a quantization_config that is no mapping, at which transformers stumbles."""
+    with suppress(OSError, ValueError, RecursionError):
+        config = json.loads(read_small_file(Path(path) / "config.json"))
+        if isinstance(config, dict) and not isinstance(config.get("quantization_config", {}), dict):
+            raise ModelError(
+                f"{path} cannot be loaded (quantization_config in config.json is no mapping); download the model again."
+            )
