@@ -35,6 +35,7 @@ that takes more windows at once: of a batch (`windows_that_fit`), or through a b
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 
 from transformers import PreTrainedModel
@@ -147,49 +148,100 @@ def training_bytes(
     whole, not with as many as `device_memory` has room for.
     """
     count, length = windows
-    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
-    embedding = model.get_input_embeddings().get_parameter("weight")
-    vocabulary, hidden_size = embedding.shape
-    own, cast, device = embedding.element_size(), 2 if gpu else 0, "cuda" if gpu else "cpu"
-    parameters = sum(p.numel() for p in model.parameters())
-    with_codes = sum(target.size for target in targets if target.name in coded)
-    still_open = sum(target.size for target in targets) - with_codes
-    rest = parameters - with_codes - still_open
-    tables = {id(table.weight): table.weight.numel() for table in token_tables(model).values()}
-    fixed = sum(tables.values())
-    blocks = len(find_blocks(model)[1])
-    if by_block:
-        kept = 0 if hosted else with_codes * (1 + own)
-        state = 8 * still_open // gpus + 12 * rest - 8 * fixed + kept + rest * own
-        hidden = 4 * tokens * hidden_size * (HOSTED_STATES if hosted else blocks + 2)
-        at_work = max(
-            _block_at_work(
-                targets, coded, index, min(tokens, block_tokens or TOKENS_AT_ONCE), cast, divided=gpus > 1
-            )
-            for index in range(blocks)
+    of = _Weights.of(model, targets, coded)
+    if not by_block:
+        return _bytes_as_a_whole(
+            of, targets, settings, windows, gpu=gpu, device_memory=device_memory, at_least=at_least
         )
-        if hosted:
-            block = max(sum(target.size for target in members) for members in by_block_of(targets))
-            largest_target = max(target.size for target in targets)
-            at_work = own * block + max(at_work, DECODED_BYTES * largest_target)
-            state += 0 if group_size is None else 12 * with_codes // group_size
-        positions = min(tokens, positions_at_once(vocabulary, device))
-        logits = BYTES_OF_A_LOGIT[device] * vocabulary * positions
-        # moments of the largest tensor, which torch's Adam wants in float32
-        moments = 0 if gpu else 4 * max(p.numel() for p in model.parameters() if id(p) not in tables)
-        return state + max(hidden + max(at_work, logits + cast * embedding.numel()), moments)
-    states = state_bytes(count * length, hidden_size, device)
+    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
+    kept = 8 * of.uncoded // gpus + 12 * of.rest - 8 * of.tables + of.rest * of.element_size
+    at_work = _blocks_at_work(
+        targets, coded, min(tokens, block_tokens or TOKENS_AT_ONCE), gpu=gpu, divided=gpus > 1
+    )
+    if hosted:
+        kept += 0 if group_size is None else 12 * of.coded // group_size
+        block = max(sum(target.size for target in members) for members in by_block_of(targets))
+        decoded = DECODED_BYTES * max(target.size for target in targets)
+        at_work = of.element_size * block + max(at_work, decoded)
+    else:
+        kept += of.coded * (1 + of.element_size)
+    hidden = 4 * tokens * of.hidden_size * (HOSTED_STATES if hosted else of.blocks + 2)
+    device = "cuda" if gpu else "cpu"
+    positions = min(tokens, positions_at_once(of.vocabulary, device))
+    logits = BYTES_OF_A_LOGIT[device] * of.vocabulary * positions + _cast(gpu) * of.embedding
+    # moments of the largest tensor, which torch's Adam wants in float32
+    moments = 0 if gpu else 4 * of.largest
+    return kept + max(hidden + max(at_work, logits), moments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """What the formulas count: numbers of weights, unless said otherwise."""
+
+    uncoded: int  # O, of matrices without codes
+    coded: int  # C
+    rest: int  # R, in embedding, head and norms
+    tables: int  # those of R that do not learn
+    embedding: int
+    largest: int  # of one tensor that learns
+    element_size: int  # e, bytes
+    vocabulary: int
+    hidden_size: int
+    blocks: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, targets: Sequence[QuantTarget], coded: Collection[str]) -> "_Weights":
+        """Those of a model in which the matrices in `coded` have codes."""
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        vocabulary, hidden_size = embedding.shape
+        with_codes = sum(target.size for target in targets if target.name in coded)
+        matrices = sum(target.size for target in targets)
+        tables = {id(table.weight): table.weight.numel() for table in token_tables(model).values()}
+        return cls(
+            uncoded=matrices - with_codes,
+            coded=with_codes,
+            rest=sum(p.numel() for p in model.parameters()) - matrices,
+            tables=sum(tables.values()),
+            embedding=embedding.numel(),
+            largest=max(p.numel() for p in model.parameters() if id(p) not in tables),
+            element_size=embedding.element_size(),
+            vocabulary=vocabulary,
+            hidden_size=hidden_size,
+            blocks=len(find_blocks(model)[1]),
+        )
+
+
+def _cast(gpu: bool) -> int:
+    """Bytes of a weight's cast under autocast, which there is on a GPU."""
+    return 2 if gpu else 0
+
+
+def _bytes_as_a_whole(
+    of: _Weights,
+    targets: Sequence[QuantTarget],
+    settings: Finetune,
+    windows: tuple[int, int],
+    *,
+    gpu: bool,
+    device_memory: int,
+    at_least: bool,
+) -> int:
+    """`training_bytes` where the model is trained as a whole."""
+    (count, length), device = windows, "cuda" if gpu else "cpu"
+    states = state_bytes(count * length, of.hidden_size, device)
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
-    state = parameters * (4 + cast + own) + 12 * (still_open + rest - fixed) + 9 * with_codes + states
+    parameters = of.uncoded + of.coded + of.rest
+    kept = parameters * (4 + _cast(gpu) + of.element_size)
+    kept += 12 * (of.uncoded + of.rest - of.tables) + 9 * of.coded + states
     compiled = gpu and settings.num_steps >= MIN_STEPS_TO_COMPILE
-    a_token = bytes_of_a_token(targets, vocabulary, device=device, compiled=compiled)
-    at_once = (
-        windows_that_fit(device_memory - state, a_token, length, settings) if gpu and not at_least else 0
-    )
+    a_token = bytes_of_a_token(targets, of.vocabulary, device=device, compiled=compiled)
+    at_once = 0
+    if gpu and not at_least:
+        at_once = windows_that_fit(device_memory - kept, a_token, length, settings)
     if at_once:
-        return state + at_once * length * a_token
-    return state + length * bytes_of_a_token(targets, vocabulary, device=device, compiled=False)
+        return kept + at_once * length * a_token
+    return kept + length * bytes_of_a_token(targets, of.vocabulary, device=device, compiled=False)
 
 
 def fullest_phase(
@@ -264,22 +316,19 @@ def packed_bytes(targets: Sequence[QuantTarget], recipe: Recipe) -> int:
     return round(sum(target.size for target in targets) * (recipe.budget.bits or recipe.quantizer.bits) / 8)
 
 
-def _block_at_work(
-    targets: Sequence[QuantTarget],
-    coded: Collection[str],
-    index: int,
-    tokens: int,
-    cast: int,
-    *,
-    divided: bool,
+def _blocks_at_work(
+    targets: Sequence[QuantTarget], coded: Collection[str], tokens: int, *, gpu: bool, divided: bool
 ) -> int:
-    """Bytes beside what is kept while one block's gradients are computed, or its largest matrix is updated."""
-    members = [target for target in targets if target.block == index]
-    if not members:
-        return 0
+    """Bytes beside what is kept while the gradients of a block are computed, or its largest matrix is updated: of the block
+    that takes most."""
     built = 8 if divided else 4  # matrices that are not kept whole are beside their gradients
-    gradients = sum(target.size * ((8 if target.name in coded else built) + cast) for target in members)
-    still_open = [target.size for target in members if target.name not in coded]
-    moments = 0 if cast else 4 * max(still_open, default=0)  # torch's Adam wants them in float32
-    activations = 4 * sum(sum(target.shape) for target in members)
-    return gradients + max(moments, tokens * activations)
+    found = 0
+    for members in by_block_of(targets):
+        gradients = sum(
+            target.size * ((8 if target.name in coded else built) + _cast(gpu)) for target in members
+        )
+        uncoded = [target.size for target in members if target.name not in coded]
+        moments = 0 if gpu else 4 * max(uncoded, default=0)  # torch's Adam wants them in float32
+        activations = 4 * sum(sum(target.shape) for target in members)
+        found = max(found, gradients + max(moments, tokens * activations))
+    return found
