@@ -27,7 +27,6 @@ def position_fisher(
     targets: Sequence[QuantTarget],
     *,
     label: str | None = None,
-    recompute: bool | None = None,
     descent: Descent | None = None,
 ) -> dict[str, Float[Tensor, "n k"]]:
     """F of every target that this rank owns, float32, on the model's device."""
@@ -37,7 +36,5 @@ def position_fisher(
         squares = gradient.float().square(), x.float().square()
         add_product(fisher[target.name], *squares, 1 / windows.numel())
 
-    output_gradient_pass(
-        model, windows, targets, accumulate, inputs=True, label=label, recompute=recompute, descent=descent
-    )
+    output_gradient_pass(model, windows, targets, accumulate, inputs=True, label=label, descent=descent)
     return finite(fisher)

@@ -31,7 +31,6 @@ def output_hessians(
     targets: Sequence[QuantTarget],
     *,
     label: str | None = None,
-    recompute: bool | None = None,
     descent: Descent | None = None,
     after_each: Callable[[], None] | None = None,
 ) -> dict[str, Float[Tensor, "n n"]]:
@@ -52,7 +51,6 @@ def output_hessians(
             accumulate,
             seed=SEED,
             label=label,
-            recompute=recompute,
             descent=descent,
             after_each=after_each,
         )

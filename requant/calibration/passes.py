@@ -2,9 +2,9 @@
 
 The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass calls
 `accumulate` with each matrix's gradient the moment it is complete and then frees it: the gradient of the whole model never
-exists. With `recompute`, each transformer block stores only its input and is run again in the backward pass (activation
-checkpointing), so activations cost one hidden state per block. A model whose matrices are on the host takes all batches
-through one block before the next (`block_by_block.py`, which says why other models do not).
+exists. In a model of RECOMPUTE_ABOVE parameters or more, each transformer block stores only its input and is run again in
+the backward pass (activation checkpointing), so activations cost one hidden state per block. A model whose matrices are on
+the host takes all batches through one block before the next (`block_by_block.py`, which says why other models do not).
 
 With several processes (`ranks.py`), each runs its share of the batches; `accumulate` is called on the owner of a matrix, for
 every batch in the order of the text, so all sums are those of one process.
@@ -132,7 +132,6 @@ def gradient_pass(
     accumulate: GradientHandler,
     *,
     label: str | None = None,
-    recompute: bool | None = None,
     split: bool = True,
     to_owners: bool = True,
 ) -> float:
@@ -159,7 +158,6 @@ def gradient_pass(
             first_block=first_of(targets),
             after_each=exchange.deliver,
             label=label,
-            recompute=recompute,
             split=split,
         )
     return _finite(sum(ranks.merged(losses) if split else losses), "the loss")
@@ -174,7 +172,6 @@ def output_gradient_pass(
     inputs: bool = False,
     seed: int | None = None,
     label: str | None = None,
-    recompute: bool | None = None,
     descent: Descent | None = None,
     after_each: Callable[[], None] | None = None,
     to_owners: bool = True,
@@ -225,7 +222,6 @@ def output_gradient_pass(
             precision=mixed_precision if in_single_precision else as_it_is,
             after_each=deliver,
             label=label,
-            recompute=recompute,
             descent=descent,
         )
 
@@ -239,7 +235,6 @@ def backward_pass(
     precision: Precision = as_it_is,
     after_each: Callable[[], None] = lambda: None,
     label: str | None = None,
-    recompute: bool | None = None,
     descent: Descent | None = None,
     split: bool = True,
 ) -> None:
@@ -247,7 +242,7 @@ def backward_pass(
 
     `first_block` is the first block whose gradients are asked for. `after_each` is called after every batch, of which all
     ranks have as many; where the model's matrices are on the host, after every batch in every block. There blocks are
-    recomputed, whatever `recompute` says, which None decides by the model's size, and a `descent` goes on where it stopped.
+    recomputed, as those of any large model, and a `descent` goes on where it stopped.
     """
     if hosted_blocks(model) is not None:
         with in_graph_from(model):
@@ -263,7 +258,7 @@ def backward_pass(
                 descent=descent,
             )
         return
-    with recomputed_blocks(model, recompute, first_block=first_block):
+    with recomputed_blocks(model, None, first_block=first_block):
         for number, tokens in rounds(windows, model, label=label, split=split, gradients=True):
             if tokens is not None:
                 with precision(tokens):

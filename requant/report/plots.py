@@ -7,7 +7,7 @@ the page (`currentColor`), so that it is readable in light and dark mode; the sa
 import io
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -46,10 +46,8 @@ def plot_width(blocks: int) -> int:
 def sensitivity_plot(
     predicted: Mapping[str, Mapping[int, float]],
     measured: Mapping[int, float],
-    *,
-    format: Literal["svg", "png"] = "svg",
 ) -> bytes:
-    """dF of every block: measured as bars, one marker per score. Nats per token.
+    """SVG: dF of every block: measured as bars, one marker per score. Nats per token.
 
     `predicted` is score -> block -> signed sum, `measured` block -> dF with that block alone quantized (may
     be empty).
@@ -69,10 +67,6 @@ def sensitivity_plot(
         axes.set_xlabel("block")
         axes.set_ylabel("dF, nats per token")
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
-        if format == "png":
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=192, facecolor="white")
-            return buffer.getvalue()
         return _svg(figure)
 
 

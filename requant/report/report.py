@@ -199,7 +199,7 @@ def render_report(summary: RunSummary) -> str:
     plot = None
     if summary.scores:
         predicted = {score: summary.predicted_blocks(score) for score in summary.scores}
-        plot = Markup(sensitivity_plot(predicted, summary.block_delta_loss, format="svg").decode())
+        plot = Markup(sensitivity_plot(predicted, summary.block_delta_loss).decode())
     curve = None
     if summary.budget is not None and summary.budget.loss_curve and summary.budget.predicted is not None:
         chosen = (summary.budget.written, summary.budget.predicted)

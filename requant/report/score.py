@@ -132,5 +132,5 @@ def _write_scores(folder: Path, score: str, values: Scores) -> None:
 def _write_table(folder: Path, found: Sensitivities) -> None:
     (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
     predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
-    plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss, format="svg")
+    plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss)
     (folder / "plot.svg").write_bytes(plot)

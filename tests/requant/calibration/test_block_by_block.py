@@ -134,8 +134,9 @@ def test_the_next_block_is_read_ahead_and_what_it_becomes_counts(model, tiny_win
     assert torch.equal(model(tiny_windows).logits, plain(tiny_windows).logits)
 
 
-def test_gradients_are_those_of_a_recomputed_pass(model, tiny_windows) -> None:
+def test_gradients_are_those_of_a_recomputed_pass(model, tiny_windows, recomputing) -> None:
     """Also of single blocks, where the pass ends early."""
+    recomputing(True)
 
     def gradients(model, targets) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -143,7 +144,7 @@ def test_gradients_are_those_of_a_recomputed_pass(model, tiny_windows) -> None:
         def add(target, gradient) -> None:
             found[target.name] = found.get(target.name, 0) + gradient
 
-        found["loss"] = torch.tensor(gradient_pass(model, tiny_windows, targets, add, recompute=True))
+        found["loss"] = torch.tensor(gradient_pass(model, tiny_windows, targets, add))
         return found
 
     resident, own = copy.deepcopy(model), find_linears(model)

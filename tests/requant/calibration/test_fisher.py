@@ -39,14 +39,15 @@ def fisher_by_loops(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "opt"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_fisher_is_a_loop_over_tokens(
-    tiny_model, tiny_windows, monkeypatch, name: str, recompute: bool
+    tiny_model, tiny_windows, monkeypatch, recomputing, name: str, recompute: bool
 ) -> None:
+    recomputing(recompute)
     model, windows = tiny_model(name), tiny_windows[:3, :12]
     expected = fisher_by_loops(model, windows)
     monkeypatch.setattr(
         "requant.calibration.batches.chunks", lambda windows, model, windows_each, **_: windows.split(2)
     )
-    found = position_fisher(model, windows, find_linears(model), recompute=recompute)
+    found = position_fisher(model, windows, find_linears(model))
     assert found.keys() == expected.keys()
     for matrix, fisher in expected.items():
         assert found[matrix].dtype == torch.float32 and (found[matrix] >= 0).all()

@@ -13,7 +13,10 @@ from requant.models.targets import QuantTarget, find_linears
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, recompute: bool) -> None:
+def test_is_the_mean_outer_product_of_the_gradients(
+    tiny_model, tiny_windows, recomputing, recompute: bool
+) -> None:
+    recomputing(recompute)
     model, windows = tiny_model("llama"), tiny_windows[:3, :12]
     target = find_linears(model)[5]
     seen: list[torch.Tensor] = []
@@ -29,7 +32,7 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
         (gradient,) = torch.autograd.grad(loss, [seen.pop()])
         expected += torch.einsum("btn,btm->nm", gradient, gradient)
     handle.remove()
-    found = output_hessians(model, windows, [target], recompute=recompute)
+    found = output_hessians(model, windows, [target])
     assert list(found) == [target.name]
     expected /= windows.numel()
     torch.testing.assert_close(found[target.name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))

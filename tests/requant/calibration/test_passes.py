@@ -37,7 +37,7 @@ def plain_gradients(model, windows: torch.Tensor) -> tuple[float, dict[str, torc
     return loss.item(), {s.name: s.oriented(g) for s, g in zip(targets, gradients, strict=True)}
 
 
-def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, torch.Tensor], list[str]]:
+def gathered(model, windows: torch.Tensor) -> tuple[float, dict[str, torch.Tensor], list[str]]:
     targets = find_linears(model)
     total = {target.name: torch.zeros(target.shape) for target in targets}
     calls: list[str] = []
@@ -46,7 +46,7 @@ def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, 
         calls.append(target.name)
         total[target.name] += gradient
 
-    return gradient_pass(model, windows, targets, accumulate, **options), total, calls
+    return gradient_pass(model, windows, targets, accumulate), total, calls
 
 
 @pytest.fixture
@@ -60,11 +60,12 @@ def small_batches(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_those_of_autograd(
-    tiny_model, tiny_windows, small_batches, name: str, recompute: bool
+    tiny_model, tiny_windows, small_batches, recomputing, name: str, recompute: bool
 ) -> None:
+    recomputing(recompute)
     model = tiny_model(name)
     loss, expected = plain_gradients(model, tiny_windows)
-    found, gradients, calls = gathered(model, tiny_windows, recompute=recompute)
+    found, gradients, calls = gathered(model, tiny_windows)
     assert found == pytest.approx(loss, rel=1e-6)
     assert len(calls) == len(tiny_windows) * len(expected)  # once a batch
     for matrix, gradient in expected.items():
@@ -132,7 +133,8 @@ def test_a_batch_draws_the_same_tokens_whoever_ran_those_before(
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(tiny_model, tiny_windows, recompute: bool, fails: bool) -> None:
+def test_nothing_is_left_behind(tiny_model, tiny_windows, recomputing, recompute: bool, fails: bool) -> None:
+    recomputing(recompute)
     model = tiny_model("llama")
     blocks = find_blocks(model)[1]
     before = model(input_ids=tiny_windows).logits
@@ -142,7 +144,7 @@ def test_nothing_is_left_behind(tiny_model, tiny_windows, recompute: bool, fails
             raise KeyboardInterrupt
 
     try:
-        gradient_pass(model, tiny_windows, find_linears(model), accumulate, recompute=recompute)
+        gradient_pass(model, tiny_windows, find_linears(model), accumulate)
     except KeyboardInterrupt:
         assert fails
     assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
@@ -153,14 +155,15 @@ def test_nothing_is_left_behind(tiny_model, tiny_windows, recompute: bool, fails
     assert torch.equal(after, before) and not after.requires_grad
 
 
-def test_a_forward_that_was_replaced_before_comes_back(tiny_model, tiny_windows) -> None:
+def test_a_forward_that_was_replaced_before_comes_back(tiny_model, tiny_windows, recomputing) -> None:
     """As accelerate does where it spreads a model over devices."""
+    recomputing(True)
     model = tiny_model("llama")
     block = find_blocks(model)[1][0]
     own = block.forward
     block.forward = lambda *args, **kwargs: own(*args, **kwargs)
     replaced = block.forward
-    gradient_pass(model, tiny_windows, find_linears(model), lambda *_: None, recompute=True)
+    gradient_pass(model, tiny_windows, find_linears(model), lambda *_: None)
     assert block.__dict__.get("forward") is replaced
 
 
@@ -177,20 +180,19 @@ def test_recompute_is_on_above_a_billion_parameters(tiny_model, monkeypatch) -> 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_pass_for_the_last_block_goes_back_no_further(
-    tiny_model, tiny_windows, small_batches, name: str, recompute: bool
+    tiny_model, tiny_windows, small_batches, recomputing, name: str, recompute: bool
 ) -> None:
     """Its gradients are those of a pass through all blocks, bit for bit."""
+    recomputing(recompute)
     model = tiny_model(name)
-    _, expected, _ = gathered(model, tiny_windows, recompute=recompute)
+    _, expected, _ = gathered(model, tiny_windows)
     last = max(target.block for target in find_linears(model))
     members = [target for target in find_linears(model) if target.block == last]
     found = {target.name: torch.zeros(target.shape) for target in members}
     graphs: list[bool] = []
     first = find_linears(model)[0].module
     handle = first.register_forward_hook(lambda *call: graphs.append(call[-1].requires_grad))
-    gradient_pass(
-        model, tiny_windows, members, lambda target, g: found[target.name].add_(g), recompute=recompute
-    )
+    gradient_pass(model, tiny_windows, members, lambda target, g: found[target.name].add_(g))
     handle.remove()
     assert last > 0 and all(torch.equal(found[key], expected[key]) for key in found)
     assert graphs == [False] * len(tiny_windows)  # computed once a batch, without a graph
@@ -208,18 +210,20 @@ def test_a_graph_begins_at_hidden_states_that_are_given_by_name(tiny_model) -> N
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4-per-layer"])
 def test_blocks_that_read_the_embedding_are_not_recomputed(
-    tiny_model, tiny_windows, small_batches, name: str
+    tiny_model, tiny_windows, small_batches, recomputing, name: str
 ) -> None:
     """The large ones of these ended in an error of autograd."""
     model = tiny_model(name)
-    _, expected, _ = gathered(model, tiny_windows, recompute=False)
-    _, found, _ = gathered(model, tiny_windows, recompute=True)
+    recomputing(False)
+    _, expected, _ = gathered(model, tiny_windows)
+    recomputing(True)
+    _, found, _ = gathered(model, tiny_windows)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="is not in this transformers")
 def test_blocks_that_read_what_earlier_routers_computed_are_not_recomputed(
-    tiny_windows, small_batches
+    tiny_windows, small_batches, recomputing
 ) -> None:
     """Nor trained block by block: the first block of ZAYA reads hidden states alone, later ones do not."""
     torch.manual_seed(0)
@@ -228,8 +232,10 @@ def test_blocks_that_read_what_earlier_routers_computed_are_not_recomputed(
     unfuse_experts(model)
     assert why_not_block_by_block(model, gradients=False) is None
     assert "read more of earlier ones" in str(why_not_block_by_block(model, gradients=True))
-    _, expected, _ = gathered(model, tiny_windows, recompute=False)
-    _, found, _ = gathered(model, tiny_windows, recompute=True)
+    recomputing(False)
+    _, expected, _ = gathered(model, tiny_windows)
+    recomputing(True)
+    _, found, _ = gathered(model, tiny_windows)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
