@@ -38,15 +38,15 @@ class AwqConfig:
     """Options of `awq`."""
 
     bits: int = 4
-    """Of a code."""
+    """Bits of a code."""
     group_size: int = 128
     """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
-    """No zero points: a grid around 0."""
+    """Whether the grid is symmetric around 0, without zero points."""
     alphas: int = 20
-    """Exponents 0, 1/alphas, ... below 1 of the column scales that are tried."""
+    """How many exponents of the column scales are tried: 0, 1/alphas, ..., all below 1."""
     clip_steps: int = 10
-    """Ranges 1, 0.95, 0.9, ... of a group that are tried; 1: no clipping."""
+    """How many ranges of a group are tried: 1, 0.95, 0.9, ... of its own; 1: no clipping."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -47,15 +47,16 @@ class GptqConfig:
     """Options of `gptq`."""
 
     bits: int = 4
-    """Of a code."""
+    """Bits of a code."""
     group_size: int = 128
     """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
-    """No zero points: a grid around 0."""
+    """Whether the grid is symmetric around 0, without zero points."""
     act_order: bool = False
-    """Columns in the order of falling Hessian diagonal."""
+    """Whether columns are quantized in the order of falling Hessian diagonal."""
     damp: float = 0.01
-    """Added to the Hessian's diagonal, as a fraction of its mean; grows tenfold, with a warning, until H is positive."""
+    """Added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, with a warning, until
+    H is positive definite."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

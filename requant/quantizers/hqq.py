@@ -46,13 +46,13 @@ class HqqConfig:
     """Options of `hqq`."""
 
     bits: int = 4
-    """Of a code."""
+    """Bits of a code."""
     group_size: int = 128
     """Columns that share a scale; -1: the whole row."""
     iterations: int = 20
-    """Of half-quadratic splitting."""
+    """Iterations of half-quadratic splitting."""
     p: float = 0.7
-    """Of the norm of the error."""
+    """Exponent p of the norm of the error that is minimized."""
     beta: float = 10.0
     """Weight of the splitting in the first iteration."""
     kappa: float = 1.01

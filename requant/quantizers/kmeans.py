@@ -51,11 +51,11 @@ class KmeansConfig:
     """Options of `kmeans`; outliers: `outliers.py`."""
 
     bits: int = 4
-    """Of a code; a row has 2^bits levels."""
+    """Bits of a code; a row has 2^bits levels."""
     level_bits: int = 8
     """Bits of a level: 8 or 16; always 16 with codes of 7 and 8 bits."""
     outlier_fraction: float = 0.0
-    """Of the weights, those whose codes cost most, that are stored as floats; not in mode `paper`."""
+    """Fraction of the weights, those whose codes would cost most, that are stored as floats; not in mode `paper`."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -43,13 +43,13 @@ class LutConfig:
     """Options of `lut`; outliers: `outliers.py`."""
 
     bits: int = 4
-    """Of a code; a row has 2^bits levels."""
+    """Bits of a code; a row has 2^bits levels."""
     level_bits: int = 8
     """Bits of a level: 8 or 16; always 16 with codes of 7 and 8 bits."""
     outlier_fraction: float = 0.0
-    """Of the weights, those whose codes cost most, that are stored as floats; not in mode `paper`."""
+    """Fraction of the weights, those whose codes would cost most, that are stored as floats; not in mode `paper`."""
     rounds: int = 8
-    """Of least squares and coordinate descent, at most."""
+    """Rounds of least squares and coordinate descent, at most."""
     damp: float = 0.01
     """Added to the Hessian's diagonal, as a fraction of its mean."""
 

@@ -32,11 +32,11 @@ class RtnConfig:
     """Options of `rtn`."""
 
     bits: int = 4
-    """Of a code."""
+    """Bits of a code."""
     group_size: int = 128
     """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
-    """No zero points: a grid around 0."""
+    """Whether the grid is symmetric around 0, without zero points."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -81,21 +81,21 @@ class TrellisConfig:
     """
 
     bits: int | float = 2
-    """Of a code: 1 to 8 in quarters."""
+    """Bits of a code: 1 to 8, in steps of a quarter."""
     code: str = "mul1"
-    """How a state becomes values: `mul1`, `3inst`, or `pair` of two weights a step."""
+    """How a state becomes weights: `mul1` and `3inst` compute one, `pair` computes two at once."""
     two_sided: bool = True
-    """Whether the curvature of the outputs counts too."""
+    """Whether errors are weighted by the curvature of the outputs as well as by that of the inputs."""
     damp: float = 0.01
-    """Added to the diagonal of the inputs' Hessian, as a fraction of its mean."""
+    """Added to the diagonal of the Hessian of the inputs, as a fraction of its mean."""
     output_damp: float = 0.1
-    """The same for the outputs."""
+    """Added to the diagonal of the Hessian of the outputs, as a fraction of its mean."""
     rotate_input: bool = True
-    """False: the input is not rotated; set for the matrices of a model that rotations are folded into."""
+    """Whether the input is rotated; false is set for the matrices into which rotations are folded."""
     rotate_output: bool = True
-    """The same for the output; every row then has a scale of its own."""
+    """Whether the output is rotated; where it is not, every row has a scale of its own."""
     seed: int = 0
-    """Of the random signs of the Hadamard transform."""
+    """Seed of the random signs of the Hadamard transform."""
 
     def __post_init__(self) -> None:
         if self.code not in CODES:

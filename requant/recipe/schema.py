@@ -40,7 +40,7 @@ class Calibration:
     seq_len: int = 2048
     """Tokens of a window; the default is all the positions of a model that has fewer."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
-    """The model whose activations are a matrix's inputs: the original, or that with all earlier blocks quantized
+    """The model whose activations are a matrix's inputs: the original, or the one with all earlier blocks quantized
     (`quantized`) or all earlier matrices (`corrected`, which also restores the original's outputs)."""
     all_experts: bool = False
     """Whether statistics of inputs take every token to every expert of a mixture, not only those that are routed to it."""
@@ -71,13 +71,13 @@ class Detach:
     outlier_fraction: float = 0.0045
     """Fraction of all quantized weights that are detached as outliers before the codes (r_o)."""
     outlier_rule: Literal["adaptive", "uniform", "iqr"] = "adaptive"
-    """How outliers are given to the matrices: Algorithm 1, evenly, or by the interquartile range."""
+    """How outliers are divided among the matrices: by Algorithm 1, evenly, or by the interquartile range."""
     temperatures: tuple[float, ...] = (0.5, 1.0)
-    """Of Algorithm 1; each is tried, and the one with the smallest loss is kept. 0.5 won on bench-32m at all bits."""
+    """Temperatures of Algorithm 1; each is tried, and the one with the smallest loss is kept (on bench-32m always 0.5)."""
     significant_fraction: float = 0.0005
     """Fraction of all quantized weights that are detached as significant after the codes (r_s)."""
     steps: int = 2
-    """Equal parts of the significant weights, scored again between them."""
+    """Number of equal parts in which significant weights are detached; all weights are scored again before each."""
     values: Literal["float16", "int8"] = "float16"
     """How a residual is stored; `int8` saves 8 of the 24 bits of an entry."""
 
@@ -98,32 +98,33 @@ class Finetune:
     """Training everything except the codes to match the original's outputs (`requant/finetune/`)."""
 
     steps: int | None = 0
-    """Training steps of one phase, of which mode `best` has one after each round, the last with all codes fixed; 0: off;
-    none: by the model's size (`recipe/defaults.py`)."""
+    """Training steps of a phase; mode `best` has a phase after each round, in the last of which all codes are fixed. 0: no
+    training; none: by the model's size (`recipe/defaults.py`)."""
     train_windows: int = 2048
     """Windows of the calibration text that training may use, at most."""
     own_windows: int | None = 0
-    """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`);
-    none: as many as keep training from seeing a window too often (`recipe/defaults.py`), where steps can be CUDA graphs."""
+    """Windows that the original model writes, to train on in addition to those of the text
+    (`requant/inference/own_text.py`); none: as many as keep training from seeing a window too often
+    (`recipe/defaults.py`), where decoding can use CUDA graphs."""
     tokens_per_step: int = 16384
-    """Tokens of a step."""
+    """Tokens of a training step."""
     lr: float | None = None
     """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit. None: by
     `steps`, 0.008 up to 200, 0.003 from 1000 on."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
     rounds: int = 6
-    """Rounds of mode `best`: 4 of a kind of matrix or two each; more halve the largest by blocks. Each trains `steps`; 0:
-    all codes are made first, and training comes at the end alone."""
+    """Rounds of mode `best`, of `steps` training steps each: with 4, a round holds one or two kinds of matrices; with more,
+    the largest rounds are halved by blocks. 0: all codes are made first, and training comes only at the end."""
     hidden_weight: float = 10.0
-    """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
+    """Weight, in the loss of mode `best`'s rounds, of the relative squared error of the last hidden states; 0: none."""
     val_windows: int = 8
     """Windows held out from training; they choose the best step of the final phase."""
     eval_every: int = 20
     """Steps between two evaluations on the validation windows."""
     blockwise: bool | None = None
-    """Whether to train block by block, in half the memory; none: from 2.5e9 parameters, and where else it
-    would not fit the GPU (`finetune/blockwise.py`)."""
+    """Whether to train block by block, in half the memory; none: for models of 2.5e9 parameters or more, and wherever
+    training would not fit the GPU otherwise (`finetune/blockwise.py`)."""
 
     def __post_init__(self) -> None:
         if self.steps is not None:
@@ -164,13 +165,13 @@ class Recovery:
     """Mode `sparse`: what `finetune.steps` of training after pruning learn, and how masks move (`finetune/recovery.py`)."""
 
     method: Literal["fixed", "ast", "s-ste"] = "fixed"
-    """`fixed`: values alone learn; `ast`: masks move too; `s-ste`: weights are projected continuously."""
+    """`fixed`: only values learn; `ast`: masks change too; `s-ste`: masks come from a continuous projection."""
     lr: float = 1e-2
     """Adam's learning rate, in units of each tensor's root mean square."""
     mask_every: int = 10
     """Steps between updates of the masks of `ast`; 0: never."""
     decay: float = 1.0
-    """Of the weights that `ast` prunes, in units of gradient over weight (`finetune/masked_adam.py`)."""
+    """Decay of the weights that `ast` prunes, in units of gradient over weight (`finetune/masked_adam.py`)."""
     distillation: float = 1.0
     """Share of the KL divergence to the original in the loss; the rest is the cross-entropy of the text."""
 
@@ -190,22 +191,23 @@ class Budget:
     """
 
     bits: float | None = None
-    """`--bits`: what all bytes stored for the quantized matrices may come to, in bits per weight; in every mode."""
+    """`--bits`: the most bits per weight that the quantized matrices may take, everything stored for them counted."""
     size: int | None = None
-    """All bytes of the weight files."""
+    """`--size`: the most bytes that the weight files may take, headers included."""
     predictor: Predictor = "curvature"
-    """What predicts the loss of a matrix at each of its bits."""
+    """How the loss of a matrix at each number of bits is predicted (`requant/allocation/predictors.py`)."""
     quarters: bool = True
     """Whether methods that take quarters of a bit may use them (2.25, 2.5, 2.75)."""
     outliers: bool = True
     """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
     first_round_weight: float | None = None
-    """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
+    """Factor on the predicted losses of mode `best`'s first round, which training repairs most; none: 0.4 at 2 bits, 1 from
+    3 on."""
     head_bits: float | None = None
-    """Bits of the head: 3 to 8, in trellis codes 2 to 8 in quarters, or 16; none: the fewest that add at most 1 % to the
-    loss; with `size` the best split; no budget: 16."""
+    """Bits of the head: 3 to 8 (trellis codes: 2 to 8 in steps of a quarter) or 16. None: with `bits` the fewest that add at
+    most 1 % to the loss, with `size` the best split, without a budget 16."""
     embedding_bits: float | None = None
-    """Bits of the embedding, which is one tensor with the head where they are tied, and of per-layer embeddings."""
+    """Bits of the embedding and of per-layer embeddings, as of the head; a tied embedding is the same tensor as the head."""
 
     def __post_init__(self) -> None:
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
@@ -242,7 +244,7 @@ class Evaluation:
     windows: int = 20
     """Windows that are scored, at most."""
     samples: int = 2
-    """Window beginnings that both models continue, for the report; 0: none."""
+    """Samples of text in the report: beginnings of windows that both models continue; 0: none."""
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")
@@ -263,8 +265,8 @@ class Recipe:
     quantizer: Any = field(default_factory=METHODS["kmeans"].config)
     """The method's own options."""
     rotations: Rotations = "per-matrix"
-    """Of trellis codes: `per-matrix`, two around every matrix; `folded` into the model where its architecture allows it, so
-    that only the input of `down_proj` is rotated at run time."""
+    """Rotations of trellis codes: `per-matrix`, two around every matrix; `folded`, into the model where its architecture
+    allows it, so that only the input of `down_proj` is rotated at run time."""
     calibration: Calibration = field(default_factory=Calibration)
     """The text that statistics are measured on."""
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
@@ -282,12 +284,12 @@ class Recipe:
     skip: tuple[str, ...] = ()
     """Shell patterns of matrices that are not quantized, on their whole name or its last part."""
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Patterns as of `skip`, with what `quantizer` is there: `{"*.down_proj": {bits: 4}}`; of several that match the last
-    wins. Bits that stand here are fixed, and a budget gives out the rest."""
+    """Options of `quantizer` for some matrices, by patterns like those of `skip`: `{"*.down_proj": {bits: 4}}`. The last
+    pattern that matches wins. Bits set here are fixed; a budget distributes the rest."""
     seed: int = 0
-    """Of the training's order; above 0 it also shifts the calibration windows."""
+    """Seed of the order in which training takes its windows; above 0 it also shifts the calibration windows."""
     deterministic: bool = False
-    """Whether two runs on one GPU write the same bytes; gradients of attention take longer. On a CPU they do anyway."""
+    """Whether two runs on one GPU write the same bytes; gradients of attention take longer. On a CPU they always do."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

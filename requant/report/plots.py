@@ -1,4 +1,4 @@
-"""The plots of the pages: predicted and measured loss, other budgets, size against quality; SVG or PNG.
+"""The plots of the pages: predicted and measured loss, other budgets, size against quality, as SVG.
 
 They are drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its line colour from
 the page (`currentColor`), so that it is readable in light and dark mode; the same numbers give the same bytes.
