@@ -107,7 +107,7 @@ def launches(matrix: str, code: str, bits: int, m: int) -> list[Launch]:
                     found.append(Launch(name=name, config=own))
     if code == "pair":
         found += [replace(launch, name=launch.name + " sums", sums=True) for launch in found if launch.config]
-    if gemm_int8.suits(code, bits, m):
+    if gemm_int8.suits(code, bits, n, k, m):
         config = gemm_int8_launch.trellis_gemm_int8(Shape(code, bits, n, k, m), torch.device("cpu"))
         sums = code == "pair" and m <= HALF_SUM_TOKENS
         found.append(Launch(name="int8", config=config, sums=sums, int8=True))

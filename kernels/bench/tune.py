@@ -43,13 +43,13 @@ def layout_of(shape: Shape) -> Any:
     return random_layout(name, shape.bits, shape.n, shape.k, 0.01 if sparse else 0.0)
 
 
-def kernels_of(format: str, bits: float, tokens: int) -> tuple[str, ...]:
-    """The kernels that compete for a format, its bits and a number of tokens."""
+def kernels_of(shape: Shape, tokens: int) -> tuple[str, ...]:
+    """The kernels that compete for a shape and a number of tokens."""
     sm90 = supports_sm90(torch.device("cuda", torch.cuda.current_device()))
-    if format in CODES:
+    if shape.format in CODES:
         if tokens <= 16 or not sm90:
             return ("trellis_gemv",) if tokens <= 16 else ()
-        return ("trellis_gemm_int8",) if suits(format, bits, tokens) else ("trellis_gemm_sm90",)
+        return ("trellis_gemm_int8",) if suits(*shape[:4], tokens) else ("trellis_gemm_sm90",)
     if tokens <= 16:
         return FEW_TOKENS if sm90 else ("gemv",)
     return ("gemm_sm90",) if sm90 else ("gemm",)
@@ -108,7 +108,7 @@ def main() -> None:
                 shape = Shape(format, bits, n, k, m_bucket(tokens))
                 launches = [
                     Candidate(kernel, config)
-                    for kernel in kernels_of(format, bits, tokens)
+                    for kernel in kernels_of(shape, tokens)
                     for config in candidates(kernel, shape)
                 ]
                 jobs.append((shape, tokens, launches))

@@ -13,7 +13,7 @@ device decide, never timing inside a call.
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
     | 1 .. 16    | trellis_gemv | any trellis                                                                        |
-    | 65 .. any  | trellis_gemm_int8 | Hopper; up to 3.25 bits, but no head                                          |
+    | 65 .. any, tall matrices 33 | trellis_gemm_int8 | Hopper; up to 3.25 bits, but no head                         |
     | 17 .. 1024 | trellis_gemm_sm90 | Hopper                                                                        |
     | any        | trellis_dense | dequantize, then cuBLAS                                                           |
     | any        | torch_fallback, without a GPU                                                                     |
@@ -58,8 +58,9 @@ def dispatch_group(
 
 
 # Numbers of tokens up to which the same kernel multiplies a trellis, and reads rotated activations in the same form: those
-# of `trellis/gemv.py`, float16, half sums (`pair`), `trellis/gemm_sm90.py`. A test asks all kernels.
-TRELLIS_BOUNDS = (16, 64, 128, 1024)
+# of `trellis/gemv.py`, float16 of all, float16 of matrices that are not tall, half sums (`pair`), `trellis/gemm_sm90.py`. A
+# test asks all kernels.
+TRELLIS_BOUNDS = (16, 32, 64, 128, 1024)
 _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
 
 

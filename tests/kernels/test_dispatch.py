@@ -154,13 +154,14 @@ def test_matrices_of_more_bits_read_the_same_activations(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("bits", [2, 3.5])
+@pytest.mark.parametrize("rows", [32, 528])
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 def test_between_bounds_nothing_changes(
-    monkeypatch: pytest.MonkeyPatch, code: str, bits: float, gpu: str
+    monkeypatch: pytest.MonkeyPatch, code: str, bits: float, rows: int, gpu: str
 ) -> None:
     """Who rotates activations for one number of tokens may do so for all up to the next bound."""
     pretend(monkeypatch, gpu)
-    layout = pack_trellis(*random_trellis(32, 256, bits, "cpu"), bits=bits, code=code)
+    layout = pack_trellis(*random_trellis(rows, 256, bits, "cpu"), bits=bits, code=code)
     bounds = (0, *dispatch.TRELLIS_BOUNDS, 1 << 15)
     for first, last in itertools.pairwise(bounds):
         found = set()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def in_float16(monkeypatch: pytest.MonkeyPatch):
-    """Experts of prompts are; matrices by themselves would be int8 from 65 tokens on."""
+    """Experts of prompts are; matrices by themselves would be int8."""
     monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
     dispatch.forget()
     yield

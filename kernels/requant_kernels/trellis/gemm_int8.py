@@ -1,13 +1,13 @@
-"""The trellis GEMM for Hopper on integer tensor cores, from 65 tokens on: half of float16's cycles for the same product.
+"""The trellis GEMM for Hopper on integer tensor cores, of many tokens: half of float16's cycles for the same product.
 
     y = s V x_q        V int8, the byte sums of the codes; x_q int8, rotated activations over the scale s of their token
 
-The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which eight are kept: an error of 6e-5 of the weights'
-variance. Activations are rounded by as much: a Hadamard transform has spread every large value over all columns, so the
-largest of 4096 is 3.7 deviations, and a step of the integers 0.03. (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456,
-quantizes rotated activations too.) Codes of two bits differ from the original by 7e-2 of the variance, of three by 2e-2,
-of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so does a head, whose errors are those of the logits.
-Steps of up to 16 tokens have 16-bit activations (`gemv.py`).
+Used from 65 tokens on, for tall matrices from 33. The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which
+eight are kept: an error of 6e-5 of the weights' variance. Activations are rounded by as much: a Hadamard transform has
+spread every large value over all columns, so the largest of 4096 is 3.7 deviations, and a step of the integers 0.03. (QuaRot,
+Ashkboos et al. 2024, arXiv 2404.00456, quantizes rotated activations too.) Codes of two bits differ from the original by
+7e-2 of the variance, of three by 2e-2, of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so does a head,
+whose errors are those of the logits. Fewer tokens have 16-bit activations.
 
 A transform spreads a value over its block only. Where one value of a token exceeds all others, in one of B blocks, what it
 is spread to is sqrt(B) times the root mean square, and rounding adds B / (12 x 127^2) of the energy: MAX_BLOCKS limits
@@ -40,9 +40,10 @@ from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 MAX_BITS = 3.25  # of codes, to which int8 adds 1 % of their error
-# With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us: at 64 tokens the products of an 8B block
-# gain nothing (`gemm-int8-trials-h200.json`), at 128 16 % (`pair`, `gemm-int8-h200.json`).
-MIN_TOKENS = 65
+# With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us. At 128 tokens the products of an 8B
+# block take 16 % less (`pair`, `gemm-int8-h200.json`). At 64 only gate and up do (`gemm-int8-trials-h200.json`), which share
+# what is quantized: a step of 64 sequences takes 3 to 4 % less (`overlap-h200.json`). At 32 they gain nothing.
+MIN_TOKENS, MIN_TALL_TOKENS = 65, 33
 MAX_BLOCKS = 64  # of the transform of the input
 VARIABLE = "REQUANT_INT8_ACTIVATIONS"  # of the environment: 0 keeps float16 for all
 
@@ -87,16 +88,18 @@ def quantized(rotated: Tensor, *, permuted: bool, pdl: bool) -> tuple[Tensor, Te
     return q, scales
 
 
-def suits(code: str, bits: float, num_tokens: int) -> bool:
-    """Whether int8 loses little of such codes and gains time for so many tokens."""
-    return CODES[code].byte_sums and bits <= MAX_BITS and num_tokens >= MIN_TOKENS
+def suits(code: str, bits: float, n: int, k: int, num_tokens: int) -> bool:
+    """Whether int8 loses little of such codes, and gains time for such matrices and so many tokens."""
+    least = MIN_TALL_TOKENS if n > 2 * k else MIN_TOKENS
+    return CODES[code].byte_sums and bits <= MAX_BITS and num_tokens >= least
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
     """Codes and tokens that int8 suits, with both rotations, so no head."""
     spread = layout.input_scales is not None and layout.k // (layout.k & -layout.k) <= MAX_BLOCKS
     wanted = os.environ.get(VARIABLE) != "0"
-    return wanted and spread and layout.rotates_output and suits(layout.code, layout.bits, num_tokens)
+    suited = suits(layout.code, layout.bits, layout.n, layout.k, num_tokens)
+    return wanted and spread and layout.rotates_output and suited
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:

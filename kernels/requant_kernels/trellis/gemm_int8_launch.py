@@ -21,7 +21,8 @@ def trellis_gemm_int8(shape: Shape, device: torch.device) -> GemmSm90Config:
 
 # tokens, warps and tiles per CTA, the k step at which codes are prefetched; splits of K
 LAUNCHES = [
-    ((128, 4, 2, 0), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((256, 8, 1, 2), (1, 2, 4)),
+    ((64, 4, 2, 0), (2, 4)), ((64, 8, 1, 0), (1, 2, 4)), ((128, 4, 2, 0), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)),
+    ((256, 8, 1, 2), (1, 2, 4)),
 ]  # fmt: skip
 
 

@@ -22,15 +22,10 @@ def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     return dataclasses.replace(cta_of(shape.bits, tokens, whole=split_k == 1), split_k=split_k)
 
 
-# 28672 x 4096, 64 tokens: `pair` at 2 bits takes 32.1 us with eight warps of one tile and 33.4 with four of two, `mul1` at 4
-# bits 50.4 and 41.2 (`trellis-gemm-launches-h200.json`)
-WHOLE_BITS = 2.5
-
-
 def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
-    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices
-    with at most WHOLE_BITS, which have enough CTAs, eight warps of one tile."""
-    small = tokens == 64 and bits <= 4 and not (whole and bits <= WHOLE_BITS)
+    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices,
+    which have enough CTAs, eight warps of one tile."""
+    small = tokens == 64 and bits <= 4 and not whole
     return GemmSm90Config(
         tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
         prefetch_at=2 if tokens == 256 else 0,
