@@ -23,7 +23,7 @@ from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
 LENGTHS = (64, 1024, 2048)
-TOKENS = 1 << 17  # of the text, at each length
+WINDOWS = 100  # of each length, spread over the text
 
 
 def ways(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[Any, float | None]]:
@@ -71,7 +71,7 @@ def main(
     original.to("cuda").eval()
     tokenizer, source, rows = AutoTokenizer.from_pretrained(reference), read_text(text), []
     windows_of = {
-        n: token_windows(source, tokenizer, num_samples=TOKENS // n, seq_len=n).to("cuda") for n in LENGTHS
+        n: token_windows(source, tokenizer, num_samples=WINDOWS, seq_len=n).to("cuda") for n in LENGTHS
     }
     for checkpoint in checkpoints:
         rows += rows_of(checkpoint, original, source, windows_of)

@@ -4,10 +4,10 @@
 
 Used from 65 tokens on, for tall matrices from 33. The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which
 eight are kept: an error of 6e-5 of the weights' variance. Activations are rounded by as much: a Hadamard transform has
-spread every large value over all columns, so the largest of 4096 is 3.7 deviations, and a step of the integers 0.03. (QuaRot,
-Ashkboos et al. 2024, arXiv 2404.00456, quantizes rotated activations too.) Codes of two bits differ from the original by
-7e-2 of the variance, of three by 2e-2, of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so does a head,
-whose errors are those of the logits. Fewer tokens have 16-bit activations.
+spread every large value over all columns, so the largest of 4096 is 3.7 deviations, and a step of the integers 0.03.
+(QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, quantizes rotated activations too.) Codes of two bits differ from the
+original by 7e-2 of the variance, of three by 2e-2, of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so
+does a head, whose errors are those of the logits. Fewer tokens have 16-bit activations.
 
 A transform spreads a value over its block only. Where one value of a token exceeds all others, in one of B blocks, what it
 is spread to is sqrt(B) times the root mean square, and rounding adds B / (12 x 127^2) of the energy: MAX_BLOCKS limits
