@@ -31,10 +31,6 @@ from requant.errors import InputError, RequantError, is_out_of_memory
 
 INTERRUPTED = "interrupted"
 CONTINUES = "; the same command with --resume continues where it stopped."
-OUT_OF_MEMORY = (
-    "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
-    "too small."
-)
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "sweep": sweep,
@@ -54,6 +50,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
 RESUMABLE = ("quantize", "sweep", "sparsify")
 # torch's settings of GPU memory; it reads either
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# command -> the options by which it needs less memory, of those that run a model
+MEMORY_OPTIONS = {
+    **dict.fromkeys(("quantize", "sweep", "sparsify", "sensitivity"), "--seq-len or --num-samples"),
+    "eval": "--context",
+    "compare": "--context",
+    "bench": "--batch or --prompt-tokens",
+    "generate": "--max-new-tokens",
+    "serve": "--batch or --context",
+}
 RENAMED_OPTIONS = {
     ("quantize", "--tune"): "--finetune-steps",
     ("bench", "--tune"): "--autotune",
@@ -110,7 +115,7 @@ def _run(interrupts: Sequence[int]) -> None:
         if interrupts:  # whatever it met on its way out
             _fail(_interrupted(), 130)
         if is_out_of_memory(error):
-            _fail(OUT_OF_MEMORY, 1)
+            _fail(_out_of_memory(sys.argv[1:]), 1)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             again = " and run again with --resume" if _can_be_resumed(sys.argv[1:]) else ""
             _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space{again}.", 1)
@@ -126,6 +131,13 @@ def _leave_fewer_gaps(arguments: Sequence[str]) -> None:
     """
     if arguments and arguments[0] in RESUMABLE and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def _out_of_memory(arguments: Sequence[str]) -> str:
+    lowered = MEMORY_OPTIONS.get(arguments[0] if arguments else "")
+    if lowered is None:
+        return "memory is exhausted; run this where there is more of it."
+    return f"memory is exhausted; lower {lowered}, use --dtype bfloat16, or --device cpu where the GPU is too small."
 
 
 def _interrupted() -> str:

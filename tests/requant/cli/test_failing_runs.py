@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from requant.cli import COMMANDS
 from requant.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -43,6 +45,18 @@ def test_out_of_memory(
     assert error.startswith(
         "requant: memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16"
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_out_of_memory_names_options_that_the_command_has(cli, monkeypatch, command: str) -> None:
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    options = set(re.findall(r"--[a-z-]+", cli(command, "--help")[1]))
+    monkeypatch.setattr("requant.cli.app", fail)
+    code, out, error = cli(command)
+    assert (code, out) == (1, "") and error.startswith("requant: memory is exhausted; ")
+    assert set(re.findall(r"--[a-z-]+", error)) <= options
 
 
 def test_memory_that_runs_out_inside_transformers(cli, monkeypatch) -> None:
