@@ -115,9 +115,10 @@ def _bound(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what is too long, or no text, for a name
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{host} port {port} cannot be served on ({error.strerror or error}); choose another --port or --host."
+            f"{host} port {port} cannot be served on ({reason}); choose another --port or --host."
         ) from error
     return listener
 

@@ -92,6 +92,8 @@ def test_what_cannot_be_served(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         taken.listen()
         code, _, error = cli("serve", "demo", "--port", taken.getsockname()[1])
         assert code == 2 and "cannot be served on" in error and "choose another --port" in error
+    code, _, error = cli("serve", "demo", "--host", "a" * 300)
+    assert code == 2 and "cannot be served on" in error and "Traceback" not in error
     code, _, error = cli("serve", "demo", "--context", 512, "--max-tokens-limit", 512)
     assert code == 2 and "leaves no room for a prompt in a context of 512" in error
     code, _, error = cli("serve", "demo", "--max-tokens-limit", 2048)
