@@ -35,7 +35,9 @@ class KeyGuard:
 
     def __init__(self, app: Any, api_key: str) -> None:
         self.app = app
-        self.expected = f"bearer {api_key}".encode()
+        self.expected = (
+            f"bearer {api_key.strip()}".encode()
+        )  # what a file of secrets ends with is no part of it
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] == "/health" or self._may(scope):

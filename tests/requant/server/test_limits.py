@@ -124,8 +124,9 @@ def test_a_model_without_a_chat_template(model: Slow, tokenizer) -> None:
     assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
 
 
-def test_the_key(model: Slow, chatty) -> None:
-    with running(Engine(model, chatty, limits=LIMITS), api_key="secret") as address:
+@pytest.mark.parametrize("given", ["secret", " secret\n"])
+def test_the_key(model: Slow, chatty, given: str) -> None:
+    with running(Engine(model, chatty, limits=LIMITS), api_key=given) as address:
         assert httpx.get(f"{address}/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             answer = httpx.get(f"{address}/v1/models", headers=headers)
