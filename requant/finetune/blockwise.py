@@ -90,18 +90,21 @@ class BlockwiseStep:
             self.divided[tensor].part.elements if tensor in self.divided else tensor
             for tensor in self.learning
         ]
-        groups: dict[int | None, list[dict[str, Any]]] = {None: []}  # block -> its matrices; None: all else
-        for parameter, tensor, lr in zip(self.learning, self.tensors, full_lrs, strict=True):
-            block = of_parameter.get(id(parameter)) if parameter.dim() > 1 else None
-            groups.setdefault(block, []).append({"params": [tensor], "lr": lr})
+        updated_with = [of_parameter.get(id(p)) if p.dim() > 1 else None for p in self.learning]
+        optimizers = _optimizers(updated_with, self.tensors, full_lrs)
+        of_tensor = {
+            tensor: each
+            for optimizer in optimizers.values()
+            for tensor, each in zip(optimizer.tensors, optimizer.each, strict=True)
+        }
+        self.optimizers = [of_tensor[tensor] for tensor in self.tensors]  # one a tensor
+        self.optimizer = optimizers.pop(None)
         coded: dict[int | None, list[ReparametrizedWeight]] = {None: []}
         for weight in derived:
             coded.setdefault(of_parameter.get(id(weight.parameter)), []).append(weight)
         self.outside = coded[None]  # embedding and head
         for weight in self.outside:
             weight.apply()
-        optimizers = {block: SixteenBitAdam(members) for block, members in groups.items()}
-        self.optimizer = optimizers.pop(None)
         _, length = teacher.windows.shape
         head: Any = model.get_output_embeddings()
         self.chunks = ChunkSizes(
@@ -118,12 +121,6 @@ class BlockwiseStep:
             )
             for index, block in enumerate(blocks)
         ]
-        of_tensor = {
-            tensor: each
-            for optimizer in (self.optimizer, *optimizers.values())
-            for tensor, each in zip(optimizer.tensors, optimizer.each, strict=True)
-        }
-        self.optimizers = [of_tensor[tensor] for tensor in self.tensors]  # one a tensor
         self.derived = derived
         # where hidden states wait for the backward pass: beside a model larger than the GPU on the host
         self.kept_on: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -260,6 +257,16 @@ class BlockwiseStep:
             expected = self.teacher.logits(tokens, states[None])
             found = logits_of_states(self.model, self.teacher.output_class, tokens, hidden[None])
         return kl(found, expected)
+
+
+def _optimizers(
+    updated_with: Sequence[int | None], tensors: Sequence[Tensor], lrs: Sequence[float]
+) -> dict[int | None, SixteenBitAdam]:
+    """The optimizer of every block's matrices, and for None of all that is updated at the end of a step."""
+    groups: dict[int | None, list[dict[str, Any]]] = {None: []}
+    for block, tensor, lr in zip(updated_with, tensors, lrs, strict=True):
+        groups.setdefault(block, []).append({"params": [tensor], "lr": lr})
+    return {block: SixteenBitAdam(members) for block, members in groups.items()}
 
 
 def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTensor]) -> list[Tensor]:
