@@ -145,7 +145,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
         return {}
     except (FileError, OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         logger.warning(
-            "%s: its metadata cannot be read (%s), so licence and languages are not taken over; mend it, or name them "
+            "%s: its metadata cannot be read (%s), so licence and languages are not taken over; correct it, or name them "
             "in the new card.",
             card,
             first_line(error),

@@ -101,8 +101,8 @@ def _connect(own: int, gpu: torch.device | None, meanwhile: Callable[[], object]
         # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
         dist.all_reduce(tensor)
 
-    with ThreadPoolExecutor(1) as beside:
-        connected = beside.submit(connect)
+    with ThreadPoolExecutor(1) as executor:
+        connected = executor.submit(connect)
         meanwhile()
         connected.result()
 

@@ -307,7 +307,7 @@ def _weighted_by_round(
     """The same, where the losses of matrices count what they do in their rounds of mode `best`.
 
     Embedding and head count TABLE_WEIGHT: they are quantized after the last round, and the training with all codes fixed
-    that follows mends them least.
+    that follows repairs them least.
     """
     first = run.recipe.budget.first_round_weight
     if first is None:

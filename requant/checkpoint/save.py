@@ -300,4 +300,4 @@ def _sentence(error: OSError, output: Path, *, resumable: bool) -> str:
             return f"{output}: no permission to write here; change that {remedy}."
         case errno.EEXIST | errno.ENOTEMPTY:
             return f"{output} appeared while the checkpoint was written; remove it {remedy}."
-    return f"{output} cannot be written ({error.strerror or error}); mend that {remedy}."
+    return f"{output} cannot be written ({error.strerror or error}); fix that {remedy}."

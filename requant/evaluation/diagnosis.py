@@ -79,14 +79,14 @@ def diagnose(
     embedding_and_head: QuantizedEmbeddingAndHead | None = None,
     by_matrix: bool = False,
 ) -> Diagnosis:
-    """Every score in `names`, and the measured dF of the model and of each block alone, but that only where the model's
-    matrices are on its device; the model is left at `weights`.
+    """What every score in `names` predicts, and the measured dF of the whole model and of each block alone; the model
+    is left at `weights`.
 
-    `on_scores(name, scores)` is called with the scores of every weight before they are freed; without it there are only
-    their sums, which take no memory. With
-    `embedding_and_head`, those two tables are quantized first: scores are of the step from there, and the tables' own
-    dF is measured. With `by_matrix`, so is that of every matrix alone: on a GPU on all of the windows, on a CPU on the
-    first MATRIX_TOKENS_ON_CPU tokens of them and only for models of up to MATRIX_WEIGHTS_ON_CPU weights.
+    `on_scores(name, scores)` is called with the scores of every weight before they are freed; without it only their sums
+    are computed, which takes no memory. With `embedding_and_head`, these tables are quantized first and their own dF is
+    measured; scores then start from there. With `by_matrix`, the dF of every matrix alone is measured too: on a GPU on all
+    windows, on a CPU on their first MATRIX_TOKENS_ON_CPU tokens, and only for models of up to MATRIX_WEIGHTS_ON_CPU
+    weights. Blocks and matrices are not measured alone where the model's matrices are on the host.
     """
     path = run.path(weights)
     predicted: dict[str, dict[str, float]] = {}

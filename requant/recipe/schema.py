@@ -338,7 +338,7 @@ class Recipe:
 
     @property
     def trains_in_rounds(self) -> bool:
-        """Whether training comes between codes too, and mends the errors of those that are made."""
+        """Whether training also takes place between rounds of codes, and so repairs the errors of those already made."""
         return self.mode == "best" and self.finetune.trains and self.finetune.rounds > 0
 
     def _check_module(self, pattern: str, options: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ def load_recipe(name: str | Path) -> Recipe:
         data = parse_yaml(read_small_file(path).decode())
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise RecipeError(
-            f"{path} is not valid YAML ({first_line(error)}); mend that place, or start from a recipe of `requant recipes`."
+            f"{path} is not valid YAML ({first_line(error)}); correct that, or start from a recipe of `requant recipes`."
         ) from error
     return from_dict(data, where=path.name)
 

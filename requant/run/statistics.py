@@ -35,7 +35,7 @@ TargetsWithStatistics = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]
 
 
 def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
-    """Take the original model's statistics from `shared`, or collect them all and put them there, if memory has room."""
+    """Take the original model's statistics from `shared`, or collect them all and put them there, if they fit the memory."""
     method = find_method(run.recipe.method)
     needs = method.needs | method.predictor_needs
     if not shared and len(chunks_that_fit(run, run.targets, needs)) == 1:
@@ -46,10 +46,10 @@ def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
 def gathered_in_chunks(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> TargetsWithStatistics:
-    """Targets with their statistics in the original model, as many together as memory allows.
+    """Targets with their statistics in the original model, in chunks that fit the memory.
 
-    Of a hosted model all chunks together take one pass, which goes on where it stopped; with gradients the last blocks come
-    first. Where the host has no room for that, and of any other model, every chunk takes a pass of its own.
+    The chunks of a hosted model share one pass, which pauses after each chunk and then continues; with gradients it starts
+    at the last blocks. Where the host lacks memory for that, and in all other models, every chunk takes a pass of its own.
     """
     chunks = chunks_that_fit(run, targets, needs)
     descent = cache = None

@@ -10,7 +10,7 @@ import torch
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
-from requant.pipeline.planning.statistics import most_statistics, statistics_room
+from requant.pipeline.planning.statistics import most_statistics, statistics_memory
 from requant.pipeline.planning.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared
@@ -47,8 +47,8 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     holds the statistics of its own matrices, in mode `paper` their scores, and what a batch contributes to all matrices,
     on its way to their owners.
     """
-    room = statistics_room(prepared, recipe, device)
-    model, codes = room.model, room.codes
+    memory = statistics_memory(prepared, recipe, device)
+    model, codes = memory.model, memory.codes
     own = 0
     if device == "cpu":
         own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
@@ -70,12 +70,12 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     if recipe.finetune.trains:
         length = prepared.train_windows.shape[1]
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
-    work = room.work
+    work = memory.work
     if device != "cpu" and method.side_by_side:
         free = total_memory(torch.device(device)) - model - coding
         work *= at_once(prepared.targets, work, free)
-    at_work = codes + max(scores, evaluation, written) + room.batch
-    stages = model + max(at_work, collecting + room.batch, coding + work)
+    at_work = codes + max(scores, evaluation, written) + memory.batch
+    stages = model + max(at_work, collecting + memory.batch, coding + work)
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

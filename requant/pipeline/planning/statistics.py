@@ -43,7 +43,7 @@ LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StatisticsRoom:
+class StatisticsMemory:
     """Bytes on a device while statistics are collected, then while codes are made from them."""
 
     model: int  # its floats, twice if inputs are corrected
@@ -53,9 +53,9 @@ class StatisticsRoom:
     statistics: int  # at most, at once; one block's always fit
 
 
-def statistics_room(
+def statistics_memory(
     prepared: Prepared | Outline, recipe: Recipe, device: str, *, coded: int = 0
-) -> StatisticsRoom:
+) -> StatisticsMemory:
     """What a run has on a device of a type, where so many weights are `coded` when it divides its blocks into passes."""
     model, codes = parameter_bytes(prepared.model), sum(target.size for target in prepared.targets)
     if prepared.hosted:
@@ -79,7 +79,7 @@ def statistics_room(
     free = total_memory(torch.device(device)) - model - coded
     budget = statistics_budget(free, work if device == "cpu" else max(work, batch))
     block = block_statistics(prepared.targets, needs)
-    return StatisticsRoom(
+    return StatisticsMemory(
         model=model, codes=codes, batch=batch, work=work, statistics=max(block, round(budget))
     )
 
@@ -136,7 +136,7 @@ def _chunks(
     *,
     coded: int = 0,
 ) -> list[list[QuantTarget]]:
-    budget = float(statistics_room(prepared, recipe, device, coded=coded).statistics)
+    budget = float(statistics_memory(prepared, recipe, device, coded=coded).statistics)
     return in_chunks(targets, find_method(recipe.method).needs, budget)
 
 

@@ -62,7 +62,7 @@ def own_windows_of(
 ) -> int:
     """How many windows the original is to write: as the recipe says, or as many as its training needs beside `windows`.
 
-    None by default where decoding steps cannot be CUDA graphs: each would wait for the host, thousands of times.
+    By default 0 where decoding cannot use CUDA graphs: without them each of thousands of steps waits for the host.
     """
     if not recipe.finetune.trains:
         return 0
@@ -85,11 +85,12 @@ def trained_where_it_fits(
     device: str,
     hosted: bool = False,
 ) -> tuple[Recipe, int]:
-    """The recipe with the training that the GPU has room for, where it trains `by_default`, and 0: as it is, or by as many
-    steps at the end only (`trained_at_the_end`); else without any, and the bytes that would take.
+    """The recipe with training that fits the GPU, and 0; where none fits, without training, and the bytes it would take.
 
-    A run that is killed in its first training has made codes for nothing. Raises RecipeError for windows of its own that
-    would be for nothing.
+    Tried are the recipe as it is, then as many steps at the end only (`trained_at_the_end`). Training that was asked for
+    (not `by_default`) stays as it is. This is decided before the run, because one that runs out of memory in its first
+    training has already spent hours on codes. Raises RecipeError where nothing fits and `finetune.own_windows` asks for
+    windows to train on.
     """
     gpu = torch.device(device)
     if not by_default or gpu.type != "cuda" or not recipe.finetune.trains:
@@ -126,9 +127,9 @@ def trained_where_it_fits(
 
 
 def trained_at_the_end(recipe: Recipe, targets: Sequence[QuantTarget]) -> Recipe:
-    """The recipe with the steps of all rounds in one training, when all matrices have codes: 3 bytes per weight, where an
-    open matrix takes 8 (`finetune/blockwise.py`). On bench-32m that has 9, 5 and 4 % more KL at 2, 3 and 4 bits
-    (`no-rounds` and `short` of `quality-bench-32m.json`)."""
+    """The recipe with the steps of all rounds in one training at the end, when all matrices have codes: these take 3 bytes
+    per weight, matrices without codes 8 (`finetune/blockwise.py`). On bench-32m the KL is 9, 5 and 4 % higher at 2, 3 and
+    4 bits (`no-rounds` and `short` of `quality-bench-32m.json`)."""
     rounds = len(rounds_of(targets, recipe.finetune.rounds))
     finetuning = dataclasses.replace(recipe.finetune, steps=recipe.finetune.num_steps * rounds, rounds=0)
     return dataclasses.replace(recipe, finetune=finetuning)

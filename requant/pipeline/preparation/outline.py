@@ -45,7 +45,7 @@ class Outline:
     windows: Int64[Tensor, "b t"]
     train_windows: Int64[Tensor, "p t"]
     own_windows: int
-    bytes_to_train: int  # on a GPU that has not so many, so that nothing is trained by default; else 0
+    bytes_to_train: int  # where training does not fit the GPU and is left out: what it would take; else 0
     eval_windows: Int64[Tensor, "e c"]
     hosted: bool = False  # whether the matrices would stay on the host (`hosting.py`)
 

@@ -1,8 +1,8 @@
 """Loading a model and its texts, and refusing what cannot work before any long work begins.
 
 What takes no time is checked first: the model's configuration and tokenizer, whether the GPU is large enough
-(`outline.py`), and the texts. Then the weights are read and checked, while the texts become tokens. Which training the GPU
-has room for is decided last.
+(`outline.py`), and the texts. Then the weights are read and checked, while the texts become tokens. Which training fits the
+GPU is decided last.
 """
 
 import logging
@@ -69,8 +69,8 @@ class Prepared:
     calibration: Text
     windows: Int64[Tensor, "b t"]  # of the calibration text, for statistics
     train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
-    own_windows: int  # that the original has to write beside them
-    bytes_to_train: int  # on a GPU that has not so many, so that nothing is trained by default; else 0
+    own_windows: int  # how many more the original model is to write
+    bytes_to_train: int  # where training does not fit the GPU and is left out: what it would take; else 0
     evaluation: Text
     eval_windows: Int64[Tensor, "e c"]
     why_not_folded: str | None = None  # where the recipe asks for folded rotations
@@ -101,8 +101,8 @@ def prepare(
     evaluation, calibration = evaluation_text(found.source, recipe), calibration_text(found.source, recipe)
     by_default = recipe.finetune.steps is None
     cut = partial(in_windows, evaluation=evaluation, tokenizer=found.tokenizer, recipe=recipe, scored=scored)
-    with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
-        pending = None if calibration is None else beside.submit(cut, calibration)
+    with ThreadPoolExecutor(1) as executor:  # tokenizers need neither the weights nor Python's lock
+        pending = None if calibration is None else executor.submit(cut, calibration)
         opened = open_model(found, recipe, device=device, dtype=dtype, hosted=hosted)
         recipe = with_steps(opened.model, opened.recipe)
         if pending is None:
@@ -138,7 +138,7 @@ def prepare(
 
 
 def _alike_on_all_ranks(device: str) -> None:
-    """Take of every GPU what the smallest has: batches follow from that, and are the same on all ranks."""
+    """Limit every rank's GPU to the memory of the smallest: the sizes of batches follow from it and must be alike."""
     if ranks.world_size() > 1 and torch.device(device).type == "cuda":
         own = total_memory(torch.device(device))
         if (least := ranks.smallest(own)) < own:
@@ -187,7 +187,8 @@ def _training_that_fits(
     device: str,
     hosted: bool,
 ) -> tuple[Recipe, int]:
-    """`trained_where_it_fits`, which says what it changes; refuse what the host has no room for."""
+    """`trained_where_it_fits`, with warnings of what it changes. Raises RecipeError for a model larger than the GPU that
+    cannot be trained block by block."""
     in_rounds = recipe.trains_in_rounds
     recipe, lacking = trained_where_it_fits(
         model, targets, recipe, train_windows, by_default, device=device, hosted=hosted

@@ -124,10 +124,12 @@ def in_windows(
     if evaluation is None:
         calibration, evaluation = held_out_tenth(calibration)
     lengths = recipe.calibration.seq_len, recipe.evaluation.context
-    with ThreadPoolExecutor(1) as beside:  # one after the other: threads may not share a tokenizer
+    with ThreadPoolExecutor(1) as executor:  # one after the other: threads may not share a tokenizer
 
         def windows_of(text: Text, length: int, seed: int = 0) -> Future[Int64[Tensor, "b t"]]:
-            return beside.submit(token_windows, text, tokenizer, num_samples=None, seq_len=length, seed=seed)
+            return executor.submit(
+                token_windows, text, tokenizer, num_samples=None, seq_len=length, seed=seed
+            )
 
         windows = windows_of(calibration, lengths[0], recipe.seed)
         eval_windows = windows_of(evaluation, lengths[1])
