@@ -1,6 +1,7 @@
 """What a run refuses, in one sentence and before any long work."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_no_network_is_one_sentence(tiny_folder, monkeypatch) -> None:
 
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr("requant.text.sources._cached_unless_reachable", lambda _name: nullcontext())
     with pytest.raises(TextError, match=r"Salesforce/wikitext.*no route.*give a file"):
         prepare(str(tiny_folder("llama")), RECIPE)
 
