@@ -22,7 +22,7 @@ from requant.inference import prompt_graphs
 from requant.inference.convert import tune_kernels
 from requant.inference.decode import Decoder, compiled_step
 from requant.inference.load import open_served
-from requant.models.devices import peak_memory, pick_device
+from requant.models.devices import on_its_gpu, peak_memory, pick_device
 from requant.models.loading import context_limit, load_config, resolve_source
 
 ROUNDS = 3
@@ -122,6 +122,7 @@ def model_bytes(model: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+@on_its_gpu
 def bench(
     checkpoint: str,
     *,

@@ -9,7 +9,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, TextError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
-from requant.models.devices import pick_device
+from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
 from requant.models.weight_files import folder_bytes
 from requant.text.sources import WIKITEXT, Text, read_text
@@ -45,6 +45,7 @@ class Row:
         }
 
 
+@on_its_gpu
 def evaluate_all(
     models: Sequence[str],
     *,

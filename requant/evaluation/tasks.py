@@ -39,7 +39,7 @@ from requant.errors import InputError, RequantError, TextError, did_you_mean, fi
 from requant.evaluation.perplexity import mean_difference
 from requant.extras import requirement
 from requant.inference.load import open_model
-from requant.models.devices import pick_device
+from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import load_tokenizer, resolve_source
 
 CHOICES = {"doc_to_text": "{{query}}", "doc_to_choice": "{{choices}}", "doc_to_target": "gold"}
@@ -87,6 +87,7 @@ class TaskScore:
         return asdict(self)
 
 
+@on_its_gpu
 def evaluate_tasks(
     models: Sequence[str],
     tasks: Sequence[str],

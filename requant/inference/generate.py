@@ -7,7 +7,7 @@ import torch
 from requant.errors import InputError, TextError
 from requant.inference.decode import generate_tokens
 from requant.inference.load import open_served
-from requant.models.devices import pick_device
+from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import (
     context_limit,
     load_config,
@@ -17,6 +17,7 @@ from requant.models.loading import (
 from requant.text.chat import ChatTemplate
 
 
+@on_its_gpu
 def generate_text(
     checkpoint: str,
     prompt: str,

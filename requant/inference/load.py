@@ -56,7 +56,8 @@ def load(
 
     `device` is cpu, cuda, cuda:NUMBER, or auto: the GPU if there is one. `dtype` is the dtype of activations and of
     everything that is not quantized; `auto` keeps the checkpoint's. On a GPU the matrices are held in the layout of the
-    kernels (`requant.inference.convert`), and such a model cannot be saved. With `dequantize`, plain layers hold the same
+    kernels (`requant.inference.convert`), and such a model cannot be saved; they run on the current GPU, so make cuda:NUMBER
+    that (`torch.cuda.set_device`). With `dequantize`, plain layers hold the same
     floats: as large as the original, the same logits bit for bit, and faster if no kernel supports the quantized form.
     `verify_checksums` compares the weight files with checksums.json, which means reading them a second time. Raises
     InputError for a device that is not there, and CheckpointError or FileError for a folder that is damaged, foreign or

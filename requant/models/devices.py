@@ -3,8 +3,10 @@
 import resource
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from requant.errors import InputError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 H200_MEMORY = 150_000_000_000  # what a plan takes for a GPU where there is none
 _most_of_a_gpu = sys.maxsize  # bytes of each that this process may take
 
@@ -114,6 +118,20 @@ def current_gpu(device: str | torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(index):
         yield
+
+
+def on_its_gpu(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with the GPU that its argument `device`, `auto` by default, names by its number as the current one.
+
+    It raises InputError for a device that is not there, before anything else.
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with current_gpu(pick_device(str(kwargs.get("device", "auto")))):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def pick_device(name: str | torch.device) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from requant.errors import NumericalError, TextError, first_line
 from requant.inference.batch import open_sequences
+from requant.models.devices import current_gpu
 from requant.server.json_mode import JsonMode, masked
 from requant.server.protocol import ApiError, Limits, Sampling, TokenLogprob
 from requant.server.text_stream import TextStream, token_text
@@ -287,6 +288,10 @@ class Engine:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def _work(self) -> None:
+        with current_gpu(self.model.device):  # of this thread
+            self._answer_all()
+
+    def _answer_all(self) -> None:
         answers: list[Answer] = []
         while not self._closed.is_set():
             try:

@@ -10,7 +10,7 @@ from typing import Any
 from requant.errors import InputError
 from requant.extras import requirement
 from requant.inference.load import open_served
-from requant.models.devices import pick_device
+from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import context_limit, load_config, load_tokenizer, resolve_source
 from requant.server.engine import Engine
 from requant.server.protocol import Limits
@@ -20,6 +20,7 @@ CONTEXT = 4096  # tokens, where the model has as many positions
 GRACE = 5  # seconds for running answers to end
 
 
+@on_its_gpu
 def serve_checkpoint(
     checkpoint: str,
     *,

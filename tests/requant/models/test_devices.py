@@ -1,5 +1,6 @@
 """What a process took at most is its own, and a GPU may be lent in part."""
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,3 +127,40 @@ def test_what_torch_keeps_for_later_is_free() -> None:
     torch.empty(4 << 30, dtype=torch.uint8, device=device)  # freed at once, and kept by torch
     assert torch.cuda.memory_reserved(device) >= 4 << 30
     assert devices.free_memory(device) > before - (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        (
+            "inference.generate.generate_text",
+            {"prompt": "a", "max_new_tokens": 1, "temperature": 0.0, "seed": 0, "dtype": "auto"},
+        ),
+        ("evaluation.bench.bench", {}),
+        ("evaluation.compare.evaluate_all", {}),
+        ("evaluation.tasks.evaluate_tasks", {"tasks": ["lambada"]}),
+        (
+            "server.run.serve_checkpoint",
+            dict.fromkeys(("host", "port", "name", "api_key", "context", "max_tokens", "waiting", "batch", "dtype")),
+        ),
+    ],
+)  # fmt: skip
+def test_what_runs_kernels_makes_its_gpu_the_current_one(monkeypatch, call: str, given: dict) -> None:
+    """Triton launches on the current GPU, wherever the tensors are."""
+    seen, opening = current_gpus(monkeypatch), []
+    name, _, function = call.rpartition(".")
+    module = importlib.import_module(f"requant.{name}")
+
+    def resolve(*_: object) -> None:
+        opening.extend(seen)
+        raise ModelError("enough")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(module, "resolve_source", resolve)
+    monkeypatch.setattr(module, "_check_installed", lambda: None, raising=False)
+    source = ["demo"] if "evaluate" in function else "demo"
+    with pytest.raises(ModelError, match="enough"):
+        getattr(module, function)(source, device="cuda:1", **given)
+    assert opening == [1]
+    with pytest.raises(InputError, match="sees 2 GPUs"):
+        getattr(module, function)(source, device="cuda:2", **given)
