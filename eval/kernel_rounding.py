@@ -4,7 +4,8 @@
 
 Reports and `requant eval` score dequantized weights. Here the same windows go through the kernels: in float16 alone, as they
 are by default (`kernels/requant_kernels/trellis/gemm_int8.py`), and with all matrices in int8; `max_bits` of a row is the
-most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply. Needs a GPU.
+most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply. For a GPU: on a CPU,
+and on one that is no Hopper, all ways are the same but for the type.
 """
 
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from requant_kernels import dispatch
+from requant_kernels.trellis import gemm_int8
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import requant
 from eval import options as opt
 from eval.common import DATA, MODEL, environment, write_json
 from requant.evaluation.perplexity import perplexity_and_kl
+from requant.models.devices import pick_device
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
@@ -26,12 +29,11 @@ LENGTHS = (64, 1024, 2048)
 WINDOWS = 100  # of each length, spread over the text
 
 
-def ways(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[Any, float | None]]:
+def ways(checkpoint: Path, device: str) -> dict[str, tuple[Any, float | None]]:
     """The checkpoint dequantized, and through kernels; with the limit of int8 for the latter."""
-    from requant_kernels.trellis import gemm_int8
-
-    served = requant.load(checkpoint, device="cuda", dtype=dtype)
-    dequantized = requant.load(checkpoint, device="cuda", dtype=torch.float32, dequantize=True)
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    served = requant.load(checkpoint, device=device, dtype=dtype)
+    dequantized = requant.load(checkpoint, device=device, dtype=torch.float32, dequantize=True)
     return {
         "dequantized": (dequantized, None),
         "float16": (served, 0.0),
@@ -43,10 +45,8 @@ def ways(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[Any, float | N
 def rows_of(
     checkpoint: Path, reference: Any, text: Text, windows_of: dict[int, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    from requant_kernels.trellis import gemm_int8
-
     usual, rows = gemm_int8.MAX_BITS, []
-    for name, (model, most) in ways(checkpoint, torch.float16).items():
+    for name, (model, most) in ways(checkpoint, str(reference.device)).items():
         gemm_int8.MAX_BITS = usual if most is None else most
         dispatch.forget()
         for length, windows in windows_of.items():
@@ -66,16 +66,18 @@ def main(
     out: opt.OutFile,
     reference: Annotated[Path, typer.Option(help="Folder of the original.")] = MODEL,
     text: Annotated[Path, typer.Option(help="The text to score.")] = DATA / "wikitext2" / "wiki.test.raw",
+    device: opt.Device = "auto",
 ) -> None:
+    where = pick_device(device)
     original: Any = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
-    original.to("cuda").eval()
+    original.to(where).eval()
     tokenizer, source, rows = AutoTokenizer.from_pretrained(reference), read_text(text), []
     windows_of = {
-        n: token_windows(source, tokenizer, num_samples=WINDOWS, seq_len=n).to("cuda") for n in LENGTHS
+        n: token_windows(source, tokenizer, num_samples=WINDOWS, seq_len=n).to(where) for n in LENGTHS
     }
     for checkpoint in checkpoints:
         rows += rows_of(checkpoint, original, source, windows_of)
-        write_json(out, {"about": environment(torch.device("cuda")), "rows": rows})
+        write_json(out, {"about": environment(torch.device(where)), "rows": rows})
 
 
 if __name__ == "__main__":
