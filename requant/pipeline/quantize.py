@@ -24,6 +24,7 @@ from requant import progress
 from requant.allocation.budget import allocate_bits, has_budget, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.calibration.stats import LinearStats
+from requant.errors import InputError
 from requant.evaluation.diagnosis import diagnose, diagnosed_windows
 from requant.evaluation.original import OriginalLogits
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
@@ -100,6 +101,10 @@ def quantize(
     model = recipe.model if model is None else model
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
+    if not isinstance(workspace, Workspace | None):
+        raise InputError(
+            f"workspace must be a Workspace of requant.run.workspace, not {type(workspace).__name__}; give one of a folder."
+        )
     workspace = workspace or Workspace(None)
     where = pick_device(device) if isinstance(model, str) else model.device
     with current_gpu(where), workspace.reserved(), progress.display(shown=not quiet), one_text_a_row():

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 from requant.errors import RecipeError, did_you_mean
@@ -210,6 +211,10 @@ class Budget:
     """Bits of the embedding and of per-layer embeddings, as of the head; a tied embedding is the same tensor as the head."""
 
     def __post_init__(self) -> None:
+        for name in ("bits", "size", "head_bits", "embedding_bits", "first_round_weight"):
+            value = getattr(self, name)
+            known = value is None or (isinstance(value, Real) and not isinstance(value, bool))
+            _require(known, f"budget.{name}", repr(value), "a number")
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
         _require(self.size is None or self.size >= 1, "budget.size", self.size, "a number of bytes")
         _require(

@@ -1,5 +1,6 @@
 """Arguments of public functions that are of another kind: a sentence that names the argument, never Python's own error."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import requant
 from requant.errors import InputError, ModelError, RecipeError
 from requant.models.devices import pick_device
+from requant.recipe.schema import Budget
 
 NO_PATHS = (None, 3, [], {}, b"x", True)
 
@@ -79,11 +81,23 @@ def test_a_dtype_of_torch_is_a_dtype_and_the_result_is_said_in_a_line() -> None:
         ({"bits": 3, "modules": "*.down_proj:bits=4"}, "modules must be a list of texts"),
         ({"bits": 3, "target": []}, r"--for \[\] is unknown"),
         ({"bits": 3, "device": None}, "--device None is unknown"),
+        ({"bits": True}, "--bits True is no number"),
+        (
+            {"bits": 3, "workspace": "folder"},
+            "workspace must be a Workspace of .*, not str; give one of a folder",
+        ),
     ],
 )
 def test_options_of_another_kind_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         requant.quantize("demo", **options)
+
+
+@pytest.mark.parametrize("key", ["bits", "size", "head_bits", "embedding_bits", "first_round_weight"])
+@pytest.mark.parametrize("value", [True, "3", [3]])
+def test_budgets_of_another_kind_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(RecipeError, match=re.escape(f"budget.{key} is {value!r}; it takes a number")):
+        Budget(**{key: value})
 
 
 def test_other_arguments_of_another_kind() -> None:
