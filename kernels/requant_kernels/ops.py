@@ -110,20 +110,20 @@ def products(
 
         found = gemv_group(inputs, layouts, configs)
     else:
-        found = _one_by_one(_quantized_once(inputs, layouts), layouts, num_tokens, device)
+        found = _in_turn(_quantized_once(inputs, layouts), layouts, num_tokens, device)
     return [
         Product(values=values, output_scales=layout.output_scales, bias=bias)
         for values, layout, bias in zip(found, layouts, biases, strict=True)
     ]
 
 
-def _one_by_one(
+def _in_turn(
     inputs: Sequence[RotatedActivations],
     layouts: Sequence[TrellisLayout],
     num_tokens: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """The products of several layers by a launch of each; they overlap where kernels support it."""
+    """The products of several layers, each by its own launch; these overlap where kernels support it."""
     chosen = [dispatch(layout, num_tokens, device) for layout in layouts]
     if len(layouts) == 1 or not all(kernel.overlaps for kernel, _ in chosen):
         return [

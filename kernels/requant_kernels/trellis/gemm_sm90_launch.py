@@ -36,9 +36,9 @@ def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
 class Turn:
     """The place of a product among several that multiply the same activations, whose launches overlap.
 
-    The first one waits for the activations before it lets the second start, so that the others need not wait for anything:
-    their CTAs run beside its last ones. They wait for one another before they end, so what waits for the last one waits for
-    all.
+    The first one waits for the activations before it lets the second start, so that the others need not wait for them: their
+    CTAs run beside its last ones. Each of the others waits for the one before it at its end, so whatever waits for the last
+    one waits for all.
     """
 
     first: bool = True
@@ -59,7 +59,8 @@ ALONE = Turn()
 def together(
     shapes: tuple[Shape, ...], configs: tuple[GemmSm90Config, ...], device: torch.device
 ) -> list[GemmSm90Config]:
-    """The launches of products that overlap: up to 64 tokens, with no more splits than one matrix of all their rows."""
+    """The launches of products that overlap: up to 64 tokens, with no more splits of K than one matrix of all their rows
+    would have, since their CTAs share the GPU."""
     if shapes[0].m_bucket > 64:
         return list(configs)
     rows = sum(shape.n for shape in shapes)
@@ -84,8 +85,8 @@ def launches(
     rows, columns = config.num_warps * config.tiles_per_warp, -(-num_tokens // config.tokens_per_cta)
     begun = turn.ahead % sms  # CTAs of the wave in which this product starts
     waves, left = divmod(begun + num_ctas(config, tiles, num_tokens), sms)
-    small = config.tokens_per_cta == 256 and config.split_k == 1 and turn.last
-    if not small or waves == 0 or not 0 < 2 * left <= sms:
+    divides = config.tokens_per_cta == 256 and config.split_k == 1 and turn.last
+    if not divides or waves == 0 or not 0 < 2 * left <= sms:
         return [(config, tiles)]
     whole = (waves * sms - begun) // columns * rows
     return [(config, whole), (GemmSm90Config(tokens_per_cta=128, num_warps=8), tiles - whole)]

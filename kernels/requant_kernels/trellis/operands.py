@@ -78,8 +78,8 @@ class Product:
         return _source(splits, self.values.stride(-2), unit_of(self.values))
 
 
-# Sums scale with the norm of the input, which is at most sqrt(k) times the largest of its rotated values. These are float16,
-# so their sums are too, over the root of 16384 columns: 2^-12 of rounding, where float32 would take twice the traffic.
+# A sum is about as large as the norm of the input: at most sqrt(k) times its largest rotated value, which float16 holds. So
+# sums over 128 = sqrt(16384) fit in float16 too. That rounds them by 2^-12; float32 would take twice the traffic.
 SUM_UNIT = 128.0
 
 
