@@ -13,7 +13,7 @@
 That is 10 launches; if each matrix rotates for itself, it takes 21 for one token and 27 for more. Matrices that read the
 same activations need the same input scales, which is the case for those that `requant quantize` made: their signs follow
 from the recipe's seed. Matrices of equal bits are one matrix for the kernels (`convert.py`); those of different widths, as
-a budget may give them, take one launch up to 16 sequences, and one per width beyond.
+a budget may give them, take one launch up to 16 sequences, and one per width beyond, which overlap.
 """
 
 from collections.abc import Sequence
