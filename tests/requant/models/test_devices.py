@@ -141,7 +141,8 @@ def test_what_torch_keeps_for_later_is_free() -> None:
         ("evaluation.tasks.evaluate_tasks", {"tasks": ["lambada"]}),
         (
             "server.run.serve_checkpoint",
-            dict.fromkeys(("host", "port", "name", "api_key", "context", "max_tokens", "waiting", "batch", "dtype")),
+            dict.fromkeys(("name", "api_key", "context", "max_tokens", "batch"))
+            | {"host": "127.0.0.1", "port": 0, "waiting": 1, "dtype": "auto"},
         ),
     ],
 )  # fmt: skip
