@@ -29,7 +29,7 @@ from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import dequantize, gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.operands import RotatedActivations, unit_of
+from requant_kernels.trellis.operands import RotatedActivations, sums_scale
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 MATRICES = {  # rows, columns, rows of the matrices that were joined
@@ -192,7 +192,7 @@ def rotated(x: torch.Tensor, layout: TrellisLayout) -> RotatedActivations:
 
 def total(product: torch.Tensor) -> torch.Tensor:
     """The sum over the splits."""
-    return product.float().sum(0) * unit_of(product) if product.dim() == 3 else product.float()
+    return product.float().sum(0) * sums_scale(product) if product.dim() == 3 else product.float()
 
 
 def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str, Any]], None]) -> None:

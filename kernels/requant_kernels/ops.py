@@ -18,7 +18,7 @@ from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, layout_of, trellis_layout_of
 from requant_kernels.registry import module_of
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis.gemm_sm90_launch import Turn, num_ctas, together
+from requant_kernels.trellis.gemm_sm90_launch import PdlPosition, num_ctas, overlapping_configs
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
@@ -110,14 +110,14 @@ def products(
 
         found = gemv_group(inputs, layouts, configs)
     else:
-        found = _in_turn(_quantized_once(inputs, layouts), layouts, num_tokens, device)
+        found = _overlapping(_quantized_once(inputs, layouts), layouts, num_tokens, device)
     return [
         Product(values=values, output_scales=layout.output_scales, bias=bias)
         for values, layout, bias in zip(found, layouts, biases, strict=True)
     ]
 
 
-def _in_turn(
+def _overlapping(
     inputs: Sequence[RotatedActivations],
     layouts: Sequence[TrellisLayout],
     num_tokens: int,
@@ -131,13 +131,13 @@ def _in_turn(
             for (kernel, config), x, layout in zip(chosen, inputs, layouts, strict=True)
         ]
     shapes = tuple(shape_of(layout, num_tokens) for layout in layouts)
-    configs = together(shapes, tuple(cast(GemmSm90Config, config) for _, config in chosen), device)
+    configs = overlapping_configs(shapes, tuple(cast(GemmSm90Config, config) for _, config in chosen), device)
     found: list[Tensor] = []
-    ahead = 0
+    ctas_before = 0
     for (kernel, _), config, x, layout in zip(chosen, configs, inputs, layouts, strict=True):
-        turn = Turn(first=not found, last=len(found) == len(layouts) - 1, ahead=ahead)
-        found.append(module_of(kernel).product(x, layout, config, turn))
-        ahead += num_ctas(config, layout.packed_codes.shape[0], num_tokens)
+        position = PdlPosition(first=not found, last=len(found) == len(layouts) - 1, ctas_before=ctas_before)
+        found.append(module_of(kernel).product(x, layout, config, position))
+        ctas_before += num_ctas(config, layout.packed_codes.shape[0], num_tokens)
     return found
 
 

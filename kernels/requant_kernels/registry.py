@@ -48,7 +48,7 @@ class Kernel:
     module: str
     launch: Launch | None = None
     gluon: bool = False  # Hopper only
-    overlaps: bool = False  # `product` takes a `Turn` (`trellis/gemm_sm90_launch.py`)
+    overlaps: bool = False  # `product` takes a `PdlPosition` (`trellis/gemm_sm90_launch.py`)
     function: str = ""  # the function that multiplies; named like the module by default
 
     def supports(self, layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:

@@ -26,7 +26,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_sm90
 from requant_kernels.trellis.gemm_sm90_launch import cta_of
-from requant_kernels.trellis.operands import unit_of
+from requant_kernels.trellis.operands import sums_scale
 from triton.runtime.interpreter import TensorHandle
 
 CASES = [  # code, widths, hidden, intermediate, experts, tokens, experts a token, biases, rows of a CTA, bytes of a pass
@@ -119,10 +119,10 @@ def emulate() -> None:
     module.warpgroup_mma_init = lambda x: x
     module.warpgroup_mma_wait = lambda _count, deps: deps[0]
     constants, transform = module._launch_constants, module.hadamard_transform
-    own = ("TURN", "num_warps", "launch_pdl", "maxnreg")
+    own = ("PDL", "num_warps", "launch_pdl", "maxnreg")
     module._launch_constants = lambda *given, **kind: {
         **{name: value for name, value in constants(*given, **kind).items() if name not in own},
-        "TURN": "",
+        "PDL": "",
     }
     gemm_int8.quantized = partial(quantized_alone, gemm_int8.quantized)
     module.hadamard_transform = lambda *given, **options: transform(
@@ -144,7 +144,7 @@ def check_int8() -> None:
         x = torch.randn(m, 320).half() if m < 100 else torch.randn(3, 320).half().repeat(m // 3, 1)
         config = GemmSm90Config(tokens_per_cta=128 if m < 100 else 256, num_warps=2, split_k=splits)
         sums = gemm_int8.product(x, layout, config)
-        got = sums.float().sum(0) * unit_of(sums)
+        got = sums.float().sum(0) * sums_scale(sums)
         values = reference.trellis_values(layout)
         error = relative_error(got[:3, :48], rotated_by_reference(x[:3], layout) @ values.T)
         assert 3e-3 < error < 1.2e-2, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"

@@ -11,7 +11,13 @@ from requant_kernels.fallback import reference
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm
 from requant_kernels.step.rotated_rope import rotated_rope, rotated_rope_apart
-from requant_kernels.trellis.operands import SUM_UNIT, ActivationForm, Product, RotatedActivations, unit_of
+from requant_kernels.trellis.operands import (
+    PARTIAL_SUM_SCALE,
+    ActivationForm,
+    Product,
+    RotatedActivations,
+    sums_scale,
+)
 from torch import Tensor
 
 HALF = 2e-3  # a few roundings to float16
@@ -28,13 +34,13 @@ def transformed(x: Tensor) -> Tensor:
 def random_product(
     m: int, n: int, *, splits: int = 1, biased: bool = False, beside: int = 0
 ) -> tuple[Product, Tensor]:
-    """A product, rows of other matrices beside it, and the layer's output. No splits: float16 in its unit, as
+    """A product, rows of other matrices beside it, and the layer's output. No splits: float16 with its scale, as
     `trellis/gemm_sm90.py` gives it."""
     values = torch.randn(max(1, splits), m, n + beside)[..., beside:]
-    values = values if splits else (values / SUM_UNIT).half()
+    values = values if splits else (values / PARTIAL_SUM_SCALE).half()
     scales, bias = torch.randn(n).half(), torch.randn(n).half() if biased else None
     ALLOCATED.extend((values, scales))
-    y = transformed(values.float().sum(0) * unit_of(values)) * scales.double()
+    y = transformed(values.float().sum(0) * sums_scale(values)) * scales.double()
     y = y if bias is None else y + bias.double()
     return Product(values=values[0] if splits == 1 else values, output_scales=scales, bias=bias), y
 

@@ -5,7 +5,7 @@ import torch
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.products import rotate
 from requant_kernels.step.rotated_gate import rotated_gate
-from requant_kernels.trellis.operands import SUM_UNIT, ActivationForm, Product
+from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, ActivationForm, Product
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -23,14 +23,14 @@ def check_rotation(m: int, k: int) -> None:
 
 
 def check_gate(m: int, k: int) -> None:
-    """Products side by side, one with a bias; by cuBLAS, and sums in their unit."""
+    """Products side by side, one with a bias; by cuBLAS, and sums with a scale."""
     whole, form = torch.randn(m, 2 * k).half(), ActivationForm(columns=k)
     scales, bias = [(torch.randn(k).sign() * 0.5).half() for _ in range(2)], torch.randn(k).half()
     gate = Product(values=whole[:, :k], output_scales=scales[0], bias=None)
     up = Product(values=whole[:, k:], output_scales=scales[1], bias=bias)
     signs, h = torch.randn(k).sign().half(), reference.hadamard(k)
     g, u = (product.values.double() @ h * product.output_scales.double() for product in (gate, up))
-    sums = Product(values=(whole[None, :, :k] / SUM_UNIT), output_scales=scales[0], bias=None)
+    sums = Product(values=(whole[None, :, :k] / PARTIAL_SUM_SCALE), output_scales=scales[0], bias=None)
     for own in (gate, sums):
         got = rotated_gate(own, up, "silu", torch.float16, input_scales=signs, form=form)
         assert close(got.values, (silu(g) * (u + bias.double()) * signs.double()) @ h), f"gate of {k}"

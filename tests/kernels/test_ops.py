@@ -13,7 +13,7 @@ from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, unflatten
 from requant_kernels.ops import lookup_refusal
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis.gemm_sm90_launch import ALONE, Turn
+from requant_kernels.trellis.gemm_sm90_launch import ALONE, PdlPosition
 from requant_kernels.trellis.operands import RotatedActivations
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
@@ -97,16 +97,16 @@ def test_activations_that_layers_share_are_quantized_once(monkeypatch: pytest.Mo
     assert len(made) == 3 and bool(seen[-1].values.all())
 
 
-def test_products_of_the_same_activations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all kernels can; each knows how many CTAs are ahead of it."""
+def test_products_of_the_same_activations_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all kernels can; each knows how many CTAs are before it."""
     layouts = [pack_trellis(*random_trellis(n, 256, 2, "cpu"), bits=2, code="mul1") for n in (256, 128, 64)]
     given, config = RotatedActivations(values=torch.zeros(40, 256), scales=None), GemmSm90Config(num_warps=4)
-    turns: list[Turn] = []
+    positions: list[PdlPosition] = []
 
     def product(
-        x: RotatedActivations, layout: TrellisLayout, config: object, turn: Turn = ALONE
+        x: RotatedActivations, layout: TrellisLayout, config: object, position: PdlPosition = ALONE
     ) -> torch.Tensor:
-        turns.append(turn)
+        positions.append(position)
         return torch.zeros(1, 40, layout.n)
 
     kernel = SimpleNamespace(name="float16", overlaps=True, module=SimpleNamespace(product=product))
@@ -114,16 +114,16 @@ def test_products_of_the_same_activations_take_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ops, "dispatch_group", lambda *_: None)
     monkeypatch.setattr(ops, "module_of", lambda kernel: kernel.module)
     ops.products([given] * 3, layouts, [None] * 3)
-    assert turns == [
-        Turn(first=True, last=False, ahead=0),
-        Turn(first=False, last=False, ahead=4),
-        Turn(first=False, last=True, ahead=6),
+    assert positions == [
+        PdlPosition(first=True, last=False, ctas_before=0),
+        PdlPosition(first=False, last=False, ctas_before=4),
+        PdlPosition(first=False, last=True, ctas_before=6),
     ]
     ops.products([given], layouts[:1], [None])
-    assert turns[3:] == [ALONE]
+    assert positions[3:] == [ALONE]
     kernel.overlaps = False
     ops.products([given] * 2, layouts[:2], [None] * 2)
-    assert turns[4:] == [ALONE] * 2
+    assert positions[4:] == [ALONE] * 2
 
 
 def test_operator_contract_and_tracing() -> None:

@@ -30,8 +30,8 @@ def rotation(block_size: int) -> Machine:
 def gate(block_size: int) -> Machine:
     a, b = sides(block_size)
     constants = {
-        "A": a, "B": b, "L": dense_gate.VALUES // block_size, "FACTOR": block_size**-0.5, "GATE_UNIT": 128.0,
-        "UP_UNIT": 1.0, "DTYPE": tl.bfloat16, "ACTIVATION": "silu",
+        "A": a, "B": b, "L": dense_gate.VALUES // block_size, "FACTOR": block_size**-0.5, "GATE_SCALE": 128.0,
+        "UP_SCALE": 1.0, "DTYPE": tl.bfloat16, "ACTIVATION": "silu",
     }  # fmt: skip
     return compile_kernel(
         dense_gate.dense_gate_kernel, constants, capability=90, warps=dense_gate.NUM_WARPS, pointers=ARGUMENTS,

@@ -17,7 +17,7 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
-from requant_kernels.trellis.operands import SUM_UNIT, unit_of
+from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, sums_scale
 
 from .cases import random_trellis
 from .compile_offline import Machine, compile_kernel, counts_instructions
@@ -47,12 +47,14 @@ def multiply_machine(
     int8: bool = False,
     out: str = "fp16",
     experts: int = 0,
-    turn: str = "alone",
+    position: str = "alone",
 ) -> Machine:
-    """`launch`: tokens, warps, tiles, ahead."""
-    tokens, warps, tiles, ahead = launch
+    """`launch`: tokens, warps, tiles, k step of the prefetch."""
+    tokens, warps, tiles, prefetch_at = launch
     four = round(4 * bits)
-    config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
+    config = GemmSm90Config(
+        tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=prefetch_at
+    )
     given = gemm_constants(
         code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole, sums=sums, int8=int8
     )
@@ -73,7 +75,7 @@ def multiply_machine(
     }
     absent = (*(() if experts else ("groups_ptr", "matrices_ptr")), *(() if int8 else ("x_scales_ptr",)))
     return compile_kernel(
-        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "TURN": turn, "EXPERTS": experts}, capability=90,
+        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": position, "EXPERTS": experts}, capability=90,
         pointers=pointers, warps=warps, aligned=("rows",), absent=absent, max_registers=max_registers(config, four),
     )  # fmt: skip
 
@@ -176,20 +178,20 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
 
 @counts_instructions
 def test_a_product_that_waits_last_is_the_same_program() -> None:
-    """All turns let the next launch start and wait for the previous one, once each; only where is different."""
+    """All positions let the next launch start and wait for the previous one, once each; only where is different."""
     machines = {
-        turn: multiply_machine("pair", 2, launch=(64, 4, 1, 0), turn=turn)
-        for turn in ("alone", "first", "later")
+        position: multiply_machine("pair", 2, launch=(64, 4, 1, 0), position=position)
+        for position in ("alone", "first", "later")
     }
-    for turn, machine in machines.items():
-        assert machine.stack == 0 and machine.inner == machines["alone"].inner, turn
+    for position, machine in machines.items():
+        assert machine.stack == 0 and machine.inner == machines["alone"].inner, position
         wait, trigger, load, last_store = (
             [i for i, line in enumerate(machine.listing[0]) if mnemonic in line]
             for mnemonic in ("ACQBULK", "PREEXIT", "UTMALDG", "STG")
         )
         assert len(wait) == len(trigger) == 1
-        assert (wait[0] < trigger[0]) == (turn == "first")
-        assert (wait[0] > last_store[-1]) if turn == "later" else (wait[0] < load[0])
+        assert (wait[0] < trigger[0]) == (position == "first")
+        assert (wait[0] > last_store[-1]) if position == "later" else (wait[0] < load[0])
 
 
 GROUPED = [("mul1", 2), ("pair", 2), ("mul1", 2.25), ("mul1", 4), ("3inst", 2)]
@@ -218,7 +220,7 @@ def test_groups_of_experts_change_nothing_in_the_loop(code: str, bits: float) ->
 
 
 @pytest.mark.parametrize(("rows", "tokens", "split_k"), [(1024, 64, 1), (1024, 256, 2), (128, 256, 1)])
-def test_sums_are_of_16_bits_in_their_unit(
+def test_sums_are_of_16_bits_with_a_scale(
     rows: int, tokens: int, split_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = pack_trellis(*random_trellis(rows, 512, 2, "cpu"), bits=2, code="mul1")
@@ -227,9 +229,9 @@ def test_sums_are_of_16_bits_in_their_unit(
     monkeypatch.setattr(gemm_sm90, "launch", lambda *given: launched.append(given))
     x = gemm_sm90.activation_form(layout, tokens).empty(tokens, torch.device("cpu"))
     values = gemm_sm90.product(x, layout, config)
-    assert values.shape == (split_k, tokens, rows) and unit_of(values) == SUM_UNIT
+    assert values.shape == (split_k, tokens, rows) and sums_scale(values) == PARTIAL_SUM_SCALE
     ((_, _, _, constants),) = launched
-    assert constants["SCALE"] == 1 / SUM_UNIT
+    assert constants["SCALE"] == 1 / PARTIAL_SUM_SCALE
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_the_last_round_of_ctas_is_of_smaller_ones(
 
 
 @pytest.mark.parametrize(
-    ("ahead", "last", "grids"),
+    ("ctas_before", "last", "grids"),
     [
         (0, True, [(224, 1, 1)]),
         (0, False, [(224, 1, 1)]),
@@ -271,12 +273,12 @@ def test_the_last_round_of_ctas_is_of_smaller_ones(
         (224, False, [(224, 1, 1)]),  # others follow, which fill the last round
     ],
 )
-def test_the_last_round_counts_the_products_ahead(
-    ahead: int, last: bool, grids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_the_last_round_counts_the_products_before(
+    ctas_before: int, last: bool, grids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = GemmSm90Config(tokens_per_cta=256, num_warps=8)
-    turn = gemm_sm90_launch.Turn(first=ahead == 0, last=last, ahead=ahead)
-    found = gemm_sm90_launch.launches(config, 28672 // 16, 256, 132, turn)
+    position = gemm_sm90_launch.PdlPosition(first=ctas_before == 0, last=last, ctas_before=ctas_before)
+    found = gemm_sm90_launch.launches(config, 28672 // 16, 256, 132, position)
     assert sum(tiles for _, tiles in found) == 28672 // 16
     assert [(-(-tiles // 8), 1, 256 // own.tokens_per_cta) for own, tiles in found] == grids
 
@@ -287,14 +289,14 @@ def test_products_that_overlap_share_the_gpu() -> None:
     shapes = tuple(Shape("mul1", bits, n, 4096, 64) for bits, n in ((2.75, 4096), (3, 1024), (3.5, 1024)))
     configs = tuple(gemm_sm90_launch.trellis_gemm_sm90(shape, device) for shape in shapes)
     assert {config.split_k for config in configs} == {8}
-    assert {config.split_k for config in gemm_sm90_launch.together(shapes, configs, device)} == {6}
+    assert {config.split_k for config in gemm_sm90_launch.overlapping_configs(shapes, configs, device)} == {6}
     longer = tuple(shape._replace(m_bucket=512) for shape in shapes)
     configs = tuple(gemm_sm90_launch.trellis_gemm_sm90(shape, device) for shape in longer)
-    assert gemm_sm90_launch.together(longer, configs, device) == list(configs)
+    assert gemm_sm90_launch.overlapping_configs(longer, configs, device) == list(configs)
 
 
-def test_launches_of_a_product_take_its_turn() -> None:
-    of = gemm_sm90_launch.Turn
+def test_the_position_of_a_launch_follows_from_that_of_its_product() -> None:
+    of = gemm_sm90_launch.PdlPosition
     assert of().of_launch(first=True, last=True) == "alone"
     assert of().of_launch(first=True, last=False) == "first"  # the smaller CTAs of its last round follow
     assert of(last=False).of_launch(first=True, last=True) == "first"

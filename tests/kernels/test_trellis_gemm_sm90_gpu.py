@@ -14,7 +14,7 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_int8_launch, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.code_ptx import INTEGER_SCALES
 from requant_kernels.trellis.layout import TrellisLayout
-from requant_kernels.trellis.operands import unit_of
+from requant_kernels.trellis.operands import sums_scale
 from requant_kernels.trellis.rotate import rotate_input
 
 from .cases import random_csr, random_trellis, relative_error
@@ -82,7 +82,7 @@ def test_int8_products_are_those_of_the_integers(code: str, bits: float, n: int,
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     x[3] = 0
     got = gemm_int8.product(x, layout, config)
-    got = got.float().sum(0) * unit_of(got)
+    got = got.float().sum(0) * sums_scale(got)
     weights, form = reference.trellis_values(layout).double(), gemm_int8.activation_form(layout, m)
     assert form is not None
     if form.permute:
@@ -126,9 +126,9 @@ def test_products_that_overlap(parts: list[tuple[str, float, int]], m: int) -> N
             pair=form.pair, permute=form.permute, asm=True, pdl=True,
         )  # fmt: skip
         found = ops.products([given] * len(layouts), layouts, [None] * len(layouts))
-        sums = [own.values.float().sum(0) * unit_of(own.values) for own in found if own.values.dim() == 3]
+        sums = [own.values.float().sum(0) * sums_scale(own.values) for own in found if own.values.dim() == 3]
         alone = [ops.product(given, layout).values for layout in layouts]
-        alone = [own.float().sum(0) * unit_of(own) for own in alone if own.dim() == 3]
+        alone = [own.float().sum(0) * sums_scale(own) for own in alone if own.dim() == 3]
         worst = max(worst, *(relative_error(got, want) for got, want in zip(sums, alone, strict=True)))
     assert worst < 5e-4  # of other splits of K
 

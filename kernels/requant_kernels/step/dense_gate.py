@@ -24,7 +24,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 def dense_gate_kernel(
     gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, tokens,
     gate_row, up_row, y_row, A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, FACTOR: tl.constexpr,
-    GATE_UNIT: tl.constexpr, UP_UNIT: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATE_SCALE: tl.constexpr, UP_SCALE: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A block of L tokens; grid (blocks, tokens / L)."""
     a, b = tl.arange(0, A), tl.arange(0, B)
@@ -35,8 +35,8 @@ def dense_gate_kernel(
     turned = first + a[None, None, :] * B + b[None, :, None]
     gate = tl.load(gate_ptr + token * gate_row + index, mask=inside, other=0.0)
     up = tl.load(up_ptr + token * up_row + index, mask=inside, other=0.0)
-    gate = transformed(gate, L, A, B, FACTOR * GATE_UNIT)
-    up = transformed(up, L, A, B, FACTOR * UP_UNIT)
+    gate = transformed(gate, L, A, B, FACTOR * GATE_SCALE)
+    up = transformed(up, L, A, B, FACTOR * UP_SCALE)
     gate_bias, up_bias = None, None
     if gate_bias_ptr is not None:
         gate_bias = tl.load(gate_bias_ptr + turned)
@@ -83,7 +83,7 @@ def dense_gate(
             m, gate.source.row_stride, up.source.row_stride, found.values.stride(0),
         ),
         interned(
-            A=a, B=b, L=own, FACTOR=block_size**-0.5, GATE_UNIT=gate.source.unit, UP_UNIT=up.source.unit,
+            A=a, B=b, L=own, FACTOR=block_size**-0.5, GATE_SCALE=gate.source.scale, UP_SCALE=up.source.scale,
             DTYPE=TYPES[dtype], ACTIVATION=activation,
             num_warps=NUM_WARPS, num_stages=1,
         ),

@@ -57,10 +57,10 @@ def tiles_of_block(width: int) -> int:
 
 @triton.jit
 def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: tl.constexpr):
-    """A thread's eight values of a tile, split-K partial sums added, times their unit and the transform's factor. `index`:
+    """A thread's eight values of a tile, split-K partial sums added, times their scale and the transform's factor. `index`:
     position in the product."""
     NEXT: tl.constexpr = 1 << TRANSFORM.order[2]
-    FACTOR: tl.constexpr = TRANSFORM.factor * SOURCE.unit
+    FACTOR: tl.constexpr = TRANSFORM.factor * SOURCE.scale
     SPLITS: tl.constexpr = SOURCE.splits
     row = pointer + token * SOURCE.row_stride
     found = load_eight(row, index, width, NEXT)

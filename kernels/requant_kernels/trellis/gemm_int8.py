@@ -34,7 +34,7 @@ from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import dequantize, gemm_sm90
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.gemm_sm90_launch import ALONE, Turn
+from requant_kernels.trellis.gemm_sm90_launch import ALONE, PdlPosition
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
@@ -114,7 +114,10 @@ def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | 
 
 
 def product(
-    x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config, turn: Turn = ALONE
+    x: Tensor | RotatedActivations,
+    layout: TrellisLayout,
+    config: GemmSm90Config,
+    position: PdlPosition = ALONE,
 ) -> Tensor:
     """As `gemm_sm90.product`; also of x that `quantize` has made."""
     if isinstance(x, RotatedActivations):
@@ -126,7 +129,7 @@ def product(
         rotated = RotatedActivations(values=rotate_input(x, layout, columns, asm=True), scales=None)
     own = rotated if rotated.scales is not None else quantize(rotated)
     sums = own.num_tokens <= gemm_sm90.MAX_TOKENS and gemm_sm90.takes_half_sums(layout.code, own.num_tokens)
-    return gemm_sm90.multiply(own.values, own.scales, layout, config, turn, sums=sums)
+    return gemm_sm90.multiply(own.values, own.scales, layout, config, position, sums=sums)
 
 
 def quantize(rotated: RotatedActivations) -> RotatedActivations:

@@ -56,9 +56,9 @@ from requant_kernels.trellis.code_ptx import (
     load_codes_ptx,
 )
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.gemm_sm90_launch import ALONE, Turn
+from requant_kernels.trellis.gemm_sm90_launch import ALONE, PdlPosition
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.operands import SUM_UNIT, ActivationForm, RotatedActivations
+from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 from requant_kernels.trellis.wgmma_operand import decode, decode_int8, sums_layout
 
@@ -115,7 +115,7 @@ def trellis_gemm_sm90_kernel(
     x_desc, x_scales_ptr, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
     WHOLE: gl.constexpr, CTA: gl.constexpr, PREFETCH_AT: gl.constexpr,
-    STAGES: gl.constexpr, SCALE: gl.constexpr, TURN: gl.constexpr, EXPERTS: gl.constexpr,
+    STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """out of any float type `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
     of 256 columns, tokens / N). `skipped`: row tiles before these, which another launch computes.
@@ -123,8 +123,8 @@ def trellis_gemm_sm90_kernel(
     x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type.
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
-    CTA: N tokens, W warps, R row tiles of each. STAGES: columns per stage of activations, and the number of stages. TURN:
-    see `Turn`; empty: without dependent launches.
+    CTA: N tokens, W warps, R row tiles of each. STAGES: columns per stage of activations, and the number of stages. PDL:
+    see `PdlPosition`; empty: without it.
 
     EXPERTS, if not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid is (.., parts, groups). A group is
     int32 `[expert, first token, end]`; `matrices_ptr`, int32 `[parts, EXPERTS]`, has its matrix's index in the stack, or -1.
@@ -149,7 +149,7 @@ def trellis_gemm_sm90_kernel(
     count = gl.minimum(steps, k_tiles - first)
     token, end = gl.program_id(2) * N, M
     if EXPERTS:
-        if TURN != "":
+        if PDL != "":
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         group = groups_ptr + gl.program_id(2) * 3
@@ -168,12 +168,12 @@ def trellis_gemm_sm90_kernel(
     fence_async_shared()
     address = codes_ptr.to(gl.int64) + (tiles * units * (32 * COUNT) + lane * V) * 4
     next_words = _load_codes(address, first, units, LOADS, COUNT, UNITS, WHOLE)
-    if TURN != "" and not EXPERTS:
-        if TURN != "first":
+    if PDL != "" and not EXPERTS:
+        if PDL != "first":
             tl.extra.cuda.gdc_launch_dependents()
-        if TURN != "later":
+        if PDL != "later":
             tl.extra.cuda.gdc_wait()
-        if TURN == "first":
+        if PDL == "first":
             tl.extra.cuda.gdc_launch_dependents()
     stages = count * (4 // PER)
     for i in gl.static_range(NUM_STAGES):
@@ -228,7 +228,7 @@ def trellis_gemm_sm90_kernel(
     y = (y * SCALE).to(out_ptr.dtype.element_ty)
     at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
     gl.store(out_ptr + at, y, mask=(m < end)[None, :] & (row < rows)[:, None])
-    if TURN == "later":
+    if PDL == "later":
         tl.extra.cuda.gdc_wait()
 
 
@@ -287,17 +287,21 @@ def rotated_activations(
 
 
 def product(
-    x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config, turn: Turn = ALONE
+    x: Tensor | RotatedActivations,
+    layout: TrellisLayout,
+    config: GemmSm90Config,
+    position: PdlPosition = ALONE,
 ) -> Tensor:
-    """V H (input_scales * x) of x [m, k], or of x already rotated: split-K partial sums, float16 [splits, m, rows] in units
-    of SUM_UNIT (`operands.py`)."""
+    """V H (input_scales * x) of x [m, k], or of x already rotated: split-K partial sums, float16 [splits, m, rows] over
+    PARTIAL_SUM_SCALE (`operands.py`)."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
     sums = takes_half_sums(layout.code, rotated.shape[0])
-    return multiply(rotated, None, layout, config, turn, sums=sums)
+    return multiply(rotated, None, layout, config, position, sums=sums)
 
 
 def multiply(
-    rotated: Tensor, x_scales: Tensor | None, layout: TrellisLayout, config: GemmSm90Config, turn: Turn, *, sums: bool
+    rotated: Tensor, x_scales: Tensor | None, layout: TrellisLayout, config: GemmSm90Config, position: PdlPosition, *,
+    sums: bool,
 ) -> Tensor:  # fmt: skip
     """`product` of what the kernel reads: float16 [m, columns], or int8 with `x_scales` [m]; `sums`: as half sums."""
     int8 = x_scales is not None
@@ -307,7 +311,7 @@ def multiply(
     splits = -(-k_tiles // steps)
     out = torch.empty(splits, m, tiles * 16, dtype=torch.float16, device=rotated.device)
     before = 0  # row tiles of the previous launches
-    parts = gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device), turn)
+    parts = gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device), position)
     for own, own_tiles in parts:
         box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta, int8=int8)[0]]
         ctas = -(-own_tiles // (own.num_warps * own.tiles_per_warp))
@@ -320,7 +324,7 @@ def multiply(
             ),
             _launch_constants(
                 layout.code, layout.quad_bits, vector, units, k_tiles, own, sums=sums, int8=int8,
-                turn=turn.of_launch(first=before == 0, last=before + own_tiles == tiles),
+                position=position.of_launch(first=before == 0, last=before + own_tiles == tiles),
             ),
         )  # fmt: skip
         before += own_tiles
@@ -357,12 +361,12 @@ def group_product(
 @cache
 def _launch_constants(
     code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, *, sums: bool,
-    int8: bool = False, experts: int = 0, turn: str = "alone",
+    int8: bool = False, experts: int = 0, position: str = "alone",
 ) -> dict[str, object]:  # fmt: skip
     whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
     given = gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums, int8=int8)
-    scale = cast(float, given["SCALE"]) / (1.0 if experts else SUM_UNIT)
+    scale = cast(float, given["SCALE"]) / (1.0 if experts else PARTIAL_SUM_SCALE)
     return given | {
-        "SCALE": scale, "TURN": turn, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
+        "SCALE": scale, "PDL": position, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
         "maxnreg": max_registers(config, quad_bits),
     }  # fmt: skip

@@ -33,8 +33,8 @@ def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """The place of a product among several that multiply the same activations, whose launches overlap.
+class PdlPosition:
+    """The position of a product among several of the same activations, which overlap by programmatic dependent launch.
 
     The first one waits for the activations before it lets the second start, so that the others need not wait for them: their
     CTAs run beside its last ones. Each of the others waits for the one before it at its end, so whatever waits for the last
@@ -43,20 +43,20 @@ class Turn:
 
     first: bool = True
     last: bool = True
-    ahead: int = 0  # CTAs of those before
+    ctas_before: int = 0  # CTAs of those before
 
     def of_launch(self, *, first: bool, last: bool) -> str:
-        """`alone`, `first` or `later`: the turn of the first or the last launch, or of another, of this product."""
+        """PDL of a kernel for one launch of this product, its first or last or another: `alone`, `first` or `later`."""
         if not (self.first and first):
             return "later"
         return "alone" if self.last and last else "first"
 
 
-ALONE = Turn()
+ALONE = PdlPosition()
 
 
 @cache
-def together(
+def overlapping_configs(
     shapes: tuple[Shape, ...], configs: tuple[GemmSm90Config, ...], device: torch.device
 ) -> list[GemmSm90Config]:
     """The launches of products that overlap: up to 64 tokens, with no more splits of K than one matrix of all their rows
@@ -77,15 +77,15 @@ def num_ctas(config: GemmSm90Config, tiles: int, num_tokens: int) -> int:
 
 
 def launches(
-    config: GemmSm90Config, tiles: int, num_tokens: int, sms: int, turn: Turn = ALONE
+    config: GemmSm90Config, tiles: int, num_tokens: int, sms: int, position: PdlPosition = ALONE
 ) -> list[tuple[GemmSm90Config, int]]:
     """The launches of a product and the row tiles of each: one, or two if CTAs of 256 tokens would leave half of the GPU
     idle in the last wave. That wave then has 128 tokens per CTA and takes about half the time: 28672 rows and 512 tokens are
     448 CTAs, three waves on an H200's 132 SMs and one of 52, which become 104."""
     rows, columns = config.num_warps * config.tiles_per_warp, -(-num_tokens // config.tokens_per_cta)
-    begun = turn.ahead % sms  # CTAs of the wave in which this product starts
+    begun = position.ctas_before % sms  # CTAs of the wave in which this product starts
     waves, left = divmod(begun + num_ctas(config, tiles, num_tokens), sms)
-    divides = config.tokens_per_cta == 256 and config.split_k == 1 and turn.last
+    divides = config.tokens_per_cta == 256 and config.split_k == 1 and position.last
     if not divides or waves == 0 or not 0 < 2 * left <= sms:
         return [(config, tiles)]
     whole = (waves * sms - begun) // columns * rows

@@ -60,8 +60,9 @@ class RotatedActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """A product not rotated yet, of any float type: [m, n], or split-K partial sums [splits, m, n], in units of `unit_of`; n
-    is a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one stride."""
+    """A product not rotated yet, of any float type: [m, n], or split-K partial sums [splits, m, n], to be multiplied by
+    `sums_scale`; n is a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one
+    stride."""
 
     values: Tensor
     output_scales: Tensor  # float16 [n]
@@ -75,31 +76,31 @@ class Product:
     @property
     def source(self) -> "Source":
         splits = self.values.shape[0] if self.values.dim() == 3 else 1
-        return _source(splits, self.values.stride(-2), unit_of(self.values))
+        return _source(splits, self.values.stride(-2), sums_scale(self.values))
 
 
 # A sum is about as large as the norm of the input: at most sqrt(k) times its largest rotated value, which float16 holds. So
 # sums over 128 = sqrt(16384) fit in float16 too. That rounds them by 2^-12; float32 would take twice the traffic.
-SUM_UNIT = 128.0
+PARTIAL_SUM_SCALE = 128.0
 
 
-def unit_of(values: Tensor) -> float:
-    """What values of a product are multiples of: SUM_UNIT for split-K partial sums in float16, by `gemm_sm90.py`."""
-    return SUM_UNIT if values.dim() == 3 and values.dtype == torch.float16 else 1.0
+def sums_scale(values: Tensor) -> float:
+    """What multiplies the values of a product: PARTIAL_SUM_SCALE for split-K partial sums in float16, by `gemm_sm90.py`."""
+    return PARTIAL_SUM_SCALE if values.dim() == 3 and values.dtype == torch.float16 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """How a kernel reads a product: as the sum of `splits` consecutive matrices, times `unit`."""
+    """How a kernel reads a product: as the sum of `splits` consecutive matrices, times `scale`."""
 
     splits: int
     row_stride: int
-    unit: float = 1.0
+    scale: float = 1.0
 
 
 @cache
-def _source(splits: int, row_stride: int, unit: float) -> Source:
-    return Source(splits=splits, row_stride=row_stride, unit=unit)
+def _source(splits: int, row_stride: int, scale: float) -> Source:
+    return Source(splits=splits, row_stride=row_stride, scale=scale)
 
 
 def shares_form(layouts: Sequence[TrellisLayout]) -> bool:

@@ -17,7 +17,7 @@ from requant_kernels.common.sparse_spmm import spmm
 from requant_kernels.hadamard.products import rotate, supports
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.operands import unit_of
+from requant_kernels.trellis.operands import sums_scale
 
 MANY_TOKENS = 512  # above, an SM has enough CTAs without splitting a tile among 16 warps
 
@@ -57,17 +57,17 @@ def rotate_output(
     """y [m, n] of V H (input_scales * x), or of its split-K partial sums, plus the residuals and the bias."""
     m, rows = x.shape[0], layout.packed_codes.shape[0] * TILE
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    addend, pdl, unit = residual_product(x, layout), supports_pdl(x.device), unit_of(product)
+    addend, pdl, scale = residual_product(x, layout), supports_pdl(x.device), sums_scale(product)
     if not (layout.rotates_output and layout.parts):
         hadamard_transform(
             product, y, in_width=rows, columns=rows, out_width=layout.n, output_scales=layout.output_scales, bias=bias,
-            addend=addend, asm=asm, pdl=pdl, rotate=layout.rotates_output, factor=unit,
+            addend=addend, asm=asm, pdl=pdl, rotate=layout.rotates_output, factor=scale,
         )  # fmt: skip
         return y
     for own, size in runs_of_equal_parts(layout.parts):
         width = own.stop - own.start
         hadamard_transform(
-            product[..., own], y[:, own], in_width=width, columns=width, out_width=width, asm=asm, pdl=pdl, factor=unit,
+            product[..., own], y[:, own], in_width=width, columns=width, out_width=width, asm=asm, pdl=pdl, factor=scale,
             output_scales=layout.output_scales[own], bias=None if bias is None else bias[own],
             addend=None if addend is None else addend[:, own].contiguous(), block_size=size & -size,
         )  # fmt: skip
