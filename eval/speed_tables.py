@@ -86,7 +86,7 @@ def decoding_table(results: Path) -> str:
     batches = sorted({batch for line in lines.values() for batch in line})
 
     def cell(row: Mapping[str, Any] | None, number: str) -> str:
-        if row is None:
+        if row is None or number not in row:
             return ""
         return f"{row[number]:,.0f}" + ("" if row["name"] == "bf16" else f" ({row[f'{number}_ratio']:.2f})")
 
