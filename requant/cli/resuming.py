@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from requant.run.workspace import Workspace
 
 COMMANDS = ("quantize", "sweep", "sparsify")
-# command -> a file of its output once that is complete
-FINISHED = {"quantize": "recipe.yaml", "sweep": "sweep.json", "sparsify": "recipe.yaml"}
 BESIDE = {  # options that may be given beside, for they change nothing of the result; whether they take a value
     "-q": False,
     "--quiet": False,
@@ -78,8 +76,10 @@ def _arguments_of(command: str, output: Path) -> list[str]:
 
     of_sweep = (output, *sorted(output.glob("*.partial")))
     if os.path.lexists(output) and not (output.is_dir() and any(map(owner_of, of_sweep))):
-        if not (output / FINISHED[command]).is_file():
-            raise OutputError(f"{output} is no output of `requant {command}`; name the one to resume.")
+        made_by = _finished_by(output)
+        if made_by != command:
+            other = "" if made_by is None else f" but a finished one of `requant {made_by}`"
+            raise OutputError(f"{output} is no output of `requant {command}`{other}; name the one to resume.")
         remove_leftover(output)
         print(f"{output} is finished; nothing is left to do.")
         raise SystemExit(0)
@@ -100,6 +100,24 @@ def _arguments_of(command: str, output: Path) -> list[str]:
             f"arguments, with --output {output} --resume."
         ) from error
     return owner.arguments
+
+
+def _finished_by(output: Path) -> str | None:
+    """The command that a complete output is of; None where it is of none."""
+    import yaml
+
+    from requant.errors import FileError
+    from requant.files import parse_yaml, read_small_file
+
+    if (output / "sweep.json").is_file():
+        return "sweep"
+    try:
+        recipe = parse_yaml(read_small_file(output / "recipe.yaml").decode())
+    except (OSError, FileError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    if not isinstance(recipe, dict):
+        return None
+    return "sparsify" if recipe.get("mode") == "sparse" else "quantize"
 
 
 def remove_leftover(output: Path) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from requant.cli.resuming import restored_arguments
+from requant.cli.resuming import COMMANDS, restored_arguments
 from requant.errors import InputError, OutputError
+from requant.recipe.defaults import default_sparsify_recipe
+from requant.recipe.schema import Recipe
+from requant.recipe.yaml_files import dump_recipe
 from requant.run.ownership import claim
 from requant.run.workspace import Workspace
 
@@ -110,6 +113,28 @@ def test_what_is_no_output_is_not_finished(cli, tmp_path: Path, monkeypatch, com
         assert code == 2 and f"is no output of `requant {command}`; name the one to resume" in error
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_another_command_has_finished_is_not_this_ones(cli, tmp_path: Path, command: str) -> None:
+    (tmp_path / "quantize").mkdir()
+    (tmp_path / "quantize" / "recipe.yaml").write_text(dump_recipe(Recipe()))
+    (tmp_path / "sparsify").mkdir()
+    (tmp_path / "sparsify" / "recipe.yaml").write_text(
+        dump_recipe(default_sparsify_recipe("demo", None, steps=0))
+    )
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    for other in COMMANDS:
+        folder = tmp_path / other
+        code, out, error = cli(command, "--resume", folder)
+        if other == command:
+            assert (code, out) == (0, f"{folder} is finished; nothing is left to do.\n")
+            continue
+        assert (code, out) == (2, "") and error == (
+            f"requant: {folder} is no output of `requant {command}` but a finished one of `requant {other}`; name the one "
+            "to resume.\n"
+        )
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -157,7 +182,7 @@ def test_what_a_run_left_that_was_killed_at_its_very_end_goes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "recipe.yaml").write_text("")
+    (tmp_path / "out" / "recipe.yaml").write_text("mode: best\n")
     if left == "folder":
         (tmp_path / "out.partial").mkdir()
         claim(tmp_path / "out.partial", ["quantize", "--code-bits", "3", "--output", "out"])
