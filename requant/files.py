@@ -31,6 +31,12 @@ MAX_CONFIG_ITEMS = 1_000_000
 MAX_YAML = 1 << 16  # bytes; the parser is slow
 MAX_YAML_DEPTH = 16
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)(?<=\n)---[ \t]*(?:\r?\n|$)", re.DOTALL)
+INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+INT_PATTERN = re.compile(r"[-+]?(?:0|[1-9](?:_?[0-9])*|0x[0-9a-fA-F]+|0b[01]+)$")
+FLOAT_PATTERN = re.compile(
+    r"[-+]?(?:(?:[0-9](?:_?[0-9])*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
 SMALL = (  # names of the files that transformers reads whole
     "*config.json", "*.index.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.jinja", "chat_template.*",
@@ -110,15 +116,25 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_YAML:
         raise ValueError(f"{len(text):,} characters, more than {MAX_YAML:,}")
     _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
-    loader = _UniqueKeys(text)
+    loader = PlainLoader(text)
     try:
         return loader.get_single_data()
     finally:
         loader.dispose()
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping with a key given twice, of which the last one would win."""
+class PlainLoader(yaml.SafeLoader):
+    """Reads scalars as people mean them, and refuses a mapping with a key given twice, of which the last one would win.
+
+    YAML 1.1, which PyYAML follows, reads `1:30` as 90, `010` as 8, `2026-11-28` as a date and `1e-3` as a text. Here the
+    last is a number, and the others are texts, which is what a number's key then complains of. `1_000` is 1000, and `yes`,
+    `no`, `on` and `off` are true and false, as in YAML 1.1.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own is a class attribute)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT, FLOAT, TIMESTAMP)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)
@@ -127,6 +143,15 @@ class _UniqueKeys(yaml.SafeLoader):
             twice = next((name for name in names if names.count(name) > 1), "")
             raise ValueError(f"the key {twice[:40]} twice in one place; leave one of them out")
         return found
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Quotes what any other reader of YAML, and PlainLoader, would take for something else than a text."""
+
+
+PlainLoader.add_implicit_resolver(INT, INT_PATTERN, list("-+0123456789"))
+PlainLoader.add_implicit_resolver(FLOAT, FLOAT_PATTERN, list("-+.0123456789"))
+PlainDumper.add_implicit_resolver(FLOAT, FLOAT_PATTERN, list("-+.0123456789"))
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from requant.errors import RecipeError, did_you_mean, first_line
-from requant.files import parse_yaml, path_of, read_small_file
+from requant.files import PlainDumper, parse_yaml, path_of, read_small_file
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.recipe.shipped import available_recipes
@@ -73,7 +73,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """All keys of a recipe as YAML; `load_recipe` of it gives the same recipe."""
-    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_dict(recipe), Dumper=PlainDumper, sort_keys=False, allow_unicode=True)
 
 
 def _modules(config: type, data: Any, where: str) -> dict[str, dict[str, Any]]:

@@ -85,6 +85,31 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     assert reload("detach: {outlier_fraction: 0}", tmp_path).detach.outlier_fraction == 0.0
 
 
+def test_scalars_are_read_as_they_are_meant(tmp_path: Path) -> None:
+    """Where YAML 1.1 does not: it has 90 for the first text, 8, a date, and texts for numbers without a point."""
+    read = reload(
+        "{calibration: {text: [1:30, 010, 2026-11-28], num_samples: 1_000}, finetune: {lr: 1e-3, hidden_weight: 2.5E+0},\n"
+        " deterministic: yes, detach: {temperatures: [.5, 1]}, seed: -0x10}",
+        tmp_path,
+    )
+    assert read.calibration.text == ("1:30", "010", "2026-11-28") and read.calibration.num_samples == 1000
+    assert (read.finetune.lr, read.finetune.hidden_weight, read.detach.temperatures) == (
+        1e-3,
+        2.5,
+        (0.5, 1.0),
+    )
+    assert read.deterministic is True and read.seed == -16
+
+
+@pytest.mark.parametrize(
+    "name", ["1:30", "010", "1e3", "1E-3", "1_000", "2026-11-28", "yes", ".5", "0x1", "+1", "1.", "08"]
+)
+def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> None:
+    recipe = Recipe(model=name, skip=(name,), modules={name: {"bits": 3}})
+    assert reload(dump_recipe(recipe), tmp_path) == recipe
+    assert yaml.safe_load(dump_recipe(recipe)) == to_dict(recipe)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -158,7 +183,13 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ("- 1", r"r.yaml holds no mapping of keys to values"),
         ("", r"r.yaml holds no mapping"),
         ("a: [", r"is not valid YAML"),
-        ("seed: 2026-99-99", r"is not valid YAML"),
+        ("seed: 2026-99-99", r"seed is '2026-99-99'; it takes a whole number"),
+        ("seed: 1:30", r"seed is '1:30'; it takes a whole number"),
+        ("seed: 010", r"seed is '010'; it takes a whole number"),
+        ("finetune: {lr: 1:30.5}", r"lr is '1:30.5'; it takes a number"),
+        ("calibration: {num_samples: 1e3}", r"num_samples is 1000.0; it takes a whole number"),
+        ("seed: yes", r"seed is True; it takes a whole number"),
+        ("model: off", r"model is False; it takes a text"),
         ("!!python/object/apply:os.system ['true']", r"is not valid YAML"),
         ("[" * 5000, r"is not valid YAML"),
         ("1: 2", r"unknown key '1'"),
