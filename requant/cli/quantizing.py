@@ -75,8 +75,11 @@ def quantize(
     from requant.cli.resuming import check_new_output, workspace_of
 
     # what can be refused is, before the imports that take seconds, and by one of several processes
-    if output is not None and not dry_run and is_first():
-        check_new_output(output, resume=resume)
+    if is_first():
+        if output is not None and not dry_run:
+            check_new_output(output, resume=resume)
+        if push_to is not None:
+            _check_hub(push_to, ask=False)
     if not dry_run and ran_on(gpus, device):  # what follows is for the processes that work
         return
     with importing():
@@ -184,9 +187,13 @@ def _check_destinations(folder: Path, push_to: str | None, *, resume: bool) -> N
 
     check_new_output(folder, resume=resume)
     if push_to is not None:
-        from requant.integrations.hub import check_hub
+        _check_hub(push_to, ask=True)
 
-        check_hub(push_to)
+
+def _check_hub(repo: str, *, ask: bool) -> None:
+    from requant.integrations.hub import check_hub
+
+    check_hub(repo, ask=ask)
 
 
 def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet: bool) -> "Plan":

@@ -1,8 +1,8 @@
 """`--push-to-hub OWNER/NAME`: uploads a finished folder to a repository of the Hugging Face hub, which is private if it is
 new.
 
-Whatever can be checked is checked before the run: the name, the token, the network. If the upload fails afterwards, the
-folder is complete, and the error gives the command that uploads it.
+Whatever can be checked is checked before the run: the name, the token, the network; by a dry run, what needs no network. If
+the upload fails afterwards, the folder is complete, and the error gives the command that uploads it.
 """
 
 import shlex
@@ -11,9 +11,12 @@ from pathlib import Path
 from requant.errors import InputError, RequantError, first_line
 
 
-def check_hub(repo: str) -> None:
-    """Raise InputError for a name that is none, or where nobody is logged in or the hub does not answer."""
-    from huggingface_hub import HfApi
+def check_hub(repo: str, *, ask: bool = True) -> None:
+    """Raise InputError where nothing could be uploaded: a name that is none, nobody logged in, a hub that may not be asked.
+
+    With `ask`, the hub is asked too, whether it answers, knows the token and lets it write.
+    """
+    from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -24,12 +27,28 @@ def check_hub(repo: str) -> None:
         ) from error
     if repo.count("/") != 1:
         raise InputError(f"--push-to-hub {repo} has no owner; give OWNER/NAME.")
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(
+            "--push-to-hub needs the hub, which HF_HUB_OFFLINE switches off; unset that, or leave --push-to-hub out."
+        )
+    if get_token() is None:
+        raise InputError(
+            "--push-to-hub needs a token, and nobody is logged in here; run `hf auth login`, set HF_TOKEN, or leave "
+            "--push-to-hub out."
+        )
+    if not ask:
+        return
     try:
-        HfApi().whoami()
+        found = HfApi().whoami()
     except Exception as error:  # the library passes on whatever its network layer raises
         raise InputError(
             f"the hub does not know who you are ({first_line(error)}); run `hf auth login`, or leave --push-to-hub out."
         ) from error
+    if found.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise InputError(
+            f"the token of {found.get('name')} may only read, so nothing can be pushed to {repo}; log in with one that may "
+            "write, by `hf auth login`."
+        )
 
 
 def push_to_hub(folder: Path, repo: str) -> str:

@@ -60,9 +60,10 @@ class FakeHub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = self.headers.get("Authorization") == "Bearer hf_token"
         if self.path.endswith("/whoami-v2"):
-            self.answer(
-                {"name": "someone", "type": "user"} if known else {"error": "no"}, 200 if known else 401
-            )
+            self.server.asked += 1
+            token = {"accessToken": {"role": self.server.role}}
+            who = {"name": "someone", "type": "user", "auth": token}
+            self.answer(who if known else {"error": "no"}, 200 if known else 401)
         else:
             self.answer({"error": "not found"}, 404)
 
@@ -108,6 +109,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     server.files, server.objects, server.created, server.full = {}, {}, None, False
+    server.asked, server.role = 0, "write"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
@@ -162,6 +164,51 @@ def test_what_cannot_be_pushed_is_refused_before_the_run(
     code, _, error = cli(*arguments(tiny_folder("llama"), tiny_text_file, repo))
     assert code == 2 and re.search(sentence, error) and "Traceback" not in error
     assert not Path("out").exists() and hub.created is None
+
+
+def test_a_token_that_may_only_read_is_refused(cli, hub, tiny_folder, tiny_text_file) -> None:
+    hub.role = "read"
+    code, _, error = cli(*arguments(tiny_folder("llama"), tiny_text_file, "someone/tiny"))
+    assert (
+        code == 2 and "the token of someone may only read, so nothing can be pushed to someone/tiny" in error
+    )
+    assert not Path("out").exists() and hub.created is None
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("repo", "offline", "token", "sentence"),
+    [
+        ("tiny", False, "hf_token", "--push-to-hub tiny has no owner; give OWNER/NAME"),
+        ("some one/tiny", False, "hf_token", "is no name of a repository"),
+        ("someone/tiny", True, "hf_token", "which HF_HUB_OFFLINE switches off; unset that"),
+        ("someone/tiny", False, None, "nobody is logged in here; run `hf auth login`, set HF_TOKEN"),
+    ],
+)
+def test_what_needs_no_network_is_checked_first(
+    cli,
+    hub,
+    tiny_text_file,
+    monkeypatch,
+    repo: str,
+    offline: bool,
+    token: str | None,
+    sentence: str,
+    dry_run: bool,
+) -> None:
+    """Before the model is looked for: there is none here."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    words = arguments(Path("no-model"), tiny_text_file, repo)
+    code, out, error = cli(*words, *(["--dry-run"] if dry_run else []))
+    assert (code, out) == (2, "") and sentence in error and error.count("\n") == 1
+    assert hub.asked == 0
+
+
+def test_a_dry_run_asks_nobody(cli, hub, tiny_folder, tiny_text_file) -> None:
+    code, out, error = cli(*arguments(tiny_folder("llama"), tiny_text_file, "someone/tiny"), "--dry-run")
+    assert code == 0 and "output          out" in out, error
+    assert hub.asked == 0
 
 
 def test_a_push_that_fails_leaves_the_checkpoint(cli, hub, tiny_folder, tiny_text_file) -> None:
