@@ -113,6 +113,8 @@ def recipe_from_options(
     if "method" in given:
         _replace_method(base, given["method"])
     if "mode" in given:
+        if base["mode"] == "sparse" != given["mode"]:
+            base["recovery"] = {}
         base["mode"] = given["mode"]
     if model is not None:
         base["model"] = model

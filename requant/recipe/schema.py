@@ -313,6 +313,11 @@ class Recipe:
                 "budget.bits and budget.size change nothing in mode sparse, where all bytes follow from quantizer.bits; "
                 "leave them out."
             )
+        if self.mode != "sparse" and self.recovery != Recovery():
+            raise RecipeError(
+                f"recovery changes nothing in mode {self.mode}, which prunes nothing; leave it out, or choose mode sparse, "
+                "which `requant sparsify` runs."
+            )
         if self.mode == "paper" and getattr(self.quantizer, "outlier_fraction", 0):
             raise RecipeError(
                 "quantizer.outlier_fraction has no meaning in mode paper, whose sparse part follows detach; leave it out, "

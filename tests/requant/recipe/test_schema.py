@@ -9,7 +9,17 @@ from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.kmeans import KmeansConfig
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
+from requant.recipe.options import recipe_from_options
+from requant.recipe.schema import (
+    Budget,
+    Calibration,
+    Detach,
+    Evaluation,
+    Finetune,
+    Recipe,
+    Recovery,
+    Sensitivity,
+)
 from requant.recipe.shipped import available_recipes
 from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
 
@@ -223,6 +233,18 @@ def test_inputs_that_a_method_does_not_read_are_refused() -> None:
     assert from_dict(best).calibration.inputs == "corrected"
     with pytest.raises(RecipeError, match="changes nothing for mode best with fine-tuning"):
         from_dict(best | {"finetune": {"steps": 5}})
+
+
+def test_recovery_is_of_pruned_models() -> None:
+    recovery = {"recovery": {"method": "ast"}}
+    for mode, method in (("best", "trellis"), ("paper", "kmeans"), ("dense", "rtn")):
+        with pytest.raises(
+            RecipeError, match=f"recovery changes nothing in mode {mode}, which prunes nothing; leave"
+        ):
+            from_dict(recovery | {"mode": mode, "method": method})
+    sparse = from_dict(recovery | {"mode": "sparse", "method": "alps"})
+    assert sparse.recovery.method == "ast"
+    assert recipe_from_options(sparse, mode="dense", method="rtn", code_bits=4).recovery == Recovery()
 
 
 def test_names() -> None:
