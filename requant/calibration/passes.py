@@ -336,9 +336,10 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _in_graph((*args, *kwargs.values())):
             return forward(hidden, *args, **kwargs)
+        # nothing is random here, and a state cannot be read while a CUDA graph is captured
         return checkpoint(
             lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True, preserve_rng_state=False
-        )  # nothing is random here, and a state cannot be read while a CUDA graph is captured
+        )
 
     return run
 

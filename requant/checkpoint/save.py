@@ -34,9 +34,8 @@ NOT_COPIED = (  # weights and what belongs to them, the lock of a run, hidden fi
     *(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, "*.partial.lock", ".*",
 )  # fmt: skip
 COPIED_FOLDERS = ("additional_chat_templates",)
-MOST_COPIED_BYTES = (
-    64 << 20
-)  # of a file; the largest tokenizers take half of that, and data sets lie beside models too
+# of one file; the largest tokenizers take half of that, and data sets lie beside models too
+MOST_COPIED_BYTES = 64 << 20
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
     *COPIED_FOLDERS,
@@ -227,9 +226,8 @@ def _config(
     else:
         config = json.loads(model.config.to_json_string())  # type: ignore[union-attr]
     config = _without_code(config)
-    config.pop(
-        "expert_dtype", None
-    )  # DeepSeek-V4 says beside its quantization_config that experts have 4 bits
+    # DeepSeek-V4 says beside its quantization_config that experts have 4 bits
+    config.pop("expert_dtype", None)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory

@@ -56,9 +56,8 @@ def write_shards(
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """One safetensors file of CPU tensors, on disk when this returns; gives its sha256. Raises OSError."""
-    ordered = sorted(
-        tensors.items(), key=lambda item: -item[1].itemsize
-    )  # stable: the given order among dtypes of one size
+    # stable: the given order among dtypes of one size
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     text = header_text({name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in ordered})
     end = _size(tensors)
     if (free := shutil.disk_usage(path.parent).free) < end + len(text):

@@ -132,9 +132,8 @@ def _groups(source: Source) -> dict[Group, list[str]]:
         if what is not None:
             raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
     grids = {name: grid_spec_of(spec) for name, spec in modules.items()}
-    all_rows = all(
-        grid.group_size >= grid.shape[1] for grid in grids.values()
-    )  # one scale per row in every matrix
+    # one scale per row in every matrix
+    all_rows = all(grid.group_size >= grid.shape[1] for grid in grids.values())
     for name, grid in grids.items():
         whole_row = all_rows or grid.group_size > grid.shape[1]
         key = (grid.bits, None if whole_row else grid.group_size, not grid.zero_points)

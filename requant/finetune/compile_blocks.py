@@ -74,9 +74,8 @@ def _compiler_works() -> bool:
     """Whether torch.compile works on this machine; if not, one warning instead of one a block."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of what torch itself deprecates, which a strict caller would raise
+            # what torch itself deprecates, which a strict caller would raise
+            warnings.simplefilter("ignore")
             torch.compile(torch.exp)(torch.ones(8, device="cuda"))
     except Exception as error:  # torch, triton and the C compiler raise their own
         logger.warning(

@@ -186,9 +186,8 @@ class HeadTeacher:
         self.val = range(len(windows), len(self.all_windows))
         self.output_class, self.states = states or states_on_host(model, self.all_windows, label=label)
         blocks = find_blocks(model)[1]
-        self.model: PreTrainedModel = copy.deepcopy(
-            model, {id(blocks): nn.ModuleList()}
-        )  # the memo leaves them out
+        # without the blocks, in whose place the memo puts an empty list
+        self.model: PreTrainedModel = copy.deepcopy(model, {id(blocks): nn.ModuleList()})
 
     def micro_batches(
         self, chosen: Int64[Tensor, " c"], _windows_each: int | None

@@ -114,9 +114,8 @@ class RequantEmbeddingMethod(QuantizeMethodBase):
         self.dtype, self.rows_padded = params_dtype, sum(output_partition_sizes)
         indices, (n, k) = layer.shard_indices, self.spec.shape
         rows = (indices.org_vocab_start_index, min(indices.org_vocab_end_index, n))
-        self.rows = max(
-            0, rows[1] - rows[0]
-        )  # 0: this rank has nothing but padding, and holds rows that nobody asks for
+        # 0: this rank has nothing but padding, and holds rows that nobody asks for
+        self.rows = max(0, rows[1] - rows[0])
         part = Part(rows=(rows if self.rows else (0, min(n, TILE)),), columns=(0, k))
         _collect(layer, self.prefix, {None: self.spec}, {None: part})
         layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))

@@ -122,9 +122,8 @@ class Experts(nn.ModuleList):
         def product(x: Tensor, name: str) -> Tensor:
             linears = [expert.get_submodule(name) for expert in self]
             weight = torch.stack([linear.get_parameter("weight") for linear in linears]).to(dtype)
-            if (
-                weight.requires_grad
-            ):  # of an expert without tokens it is not zero on Blackwell: pytorch issue 172439
+            # on Blackwell the gradient of an expert without tokens is not zero: pytorch issue 172439
+            if weight.requires_grad:
                 weight.register_hook(lambda g: torch.where(used, g, 0.0))
             y = grouped_mm(x.to(dtype), weight.mT, offs=ends)
             if y.requires_grad:  # its backward pass takes no gradients of interleaved gates as they come

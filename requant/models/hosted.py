@@ -84,10 +84,9 @@ class HostedBlocks:
             self.matrices[index].append(matrix)
             matrix.changed = self._released_if(index)
         self.reader = _Reader(self.matrices)
-        self.blocks, self.forwards = (
-            blocks,
-            [block.forward for block in blocks],
-        )  # as they are without loading
+        self.blocks = blocks
+        # the blocks' own, which do not load anything
+        self.forwards = [block.forward for block in blocks]
         self._wrap()
         _hosted[model] = self
 

@@ -226,9 +226,8 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
         check_quantization_config(path)
-        if "ignore_mismatched_sizes" in str(
-            error
-        ):  # what transformers says of other shapes, which help nobody
+        # transformers' words for other shapes, which help nobody
+        if "ignore_mismatched_sizes" in str(error):
             raise ModelError(
                 f"{path} cannot be loaded ({_other_shape(path)}); download the model again."
             ) from error

@@ -72,9 +72,8 @@ def split(target: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"]) -> Bool[T
         dual += rho * (free - pruned)
         if step % UPDATE_EVERY:
             continue
-        moved = flip_rate(
-            mask, before
-        )  # a kept weight that moves flips two of four places, half of which are kept
+        # a kept weight that moves flips two of four places, half of which are kept
+        moved = flip_rate(mask, before)
         before = mask
         if moved < AT_REST and step >= MIN_STEPS:
             break

@@ -223,9 +223,8 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
         slices = [slice(at, at + TILE) for at in range(start, min(start + step, size), TILE)]
         diagonal = torch.stack([lower[here, here] for here in slices])
         columns = torch.stack([lower[:, here] for here in slices])
-        unit = torch.linalg.solve_triangular(
-            diagonal, columns, upper=False, left=False
-        )  # [blocks, size, TILE]
+        # [blocks, size, TILE]
+        unit = torch.linalg.solve_triangular(diagonal, columns, upper=False, left=False)
         for here, solved in zip(slices, unit, strict=True):
             factor[:, here] = solved
             factor[here, here] = 0

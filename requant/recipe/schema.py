@@ -227,9 +227,8 @@ class Budget:
             known = bits is None or bits == 16 or (2 <= bits <= 8 and 4 * bits % 1 == 0)
             _require(known, f"budget.{name}", bits, "16, or 2 to 8 in quarters")
         weight = self.first_round_weight
-        _require(
-            weight is None or 0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1"
-        )  # NaN is not
+        # refuses NaN as well
+        _require(weight is None or 0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1")
         # whole numbers are written as in a recipe that is read: one recipe has one hash
         for name in ("bits", "head_bits", "embedding_bits"):
             if isinstance(whole := getattr(self, name), int):

@@ -24,12 +24,8 @@ BUDGET: dict[str, tuple[tuple[str, ...], str]] = {
     "token tables": (("token_tables",), "#f0e442"),
     "norms and other": ((), "#9aa4ae"),  # everything that no line above names
 }
-QUANTIZED = (
-    "codes",
-    "scales and levels",
-    "2:4 metadata",
-    "sparse part",
-)  # the parts that count as bits per weight
+# the parts that count as bits per weight
+QUANTIZED = ("codes", "scales and levels", "2:4 metadata", "sparse part")
 
 
 @cache

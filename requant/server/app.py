@@ -35,9 +35,8 @@ class KeyGuard:
 
     def __init__(self, app: Any, api_key: str) -> None:
         self.app = app
-        self.expected = (
-            f"bearer {api_key.strip()}".encode()
-        )  # what a file of secrets ends with is no part of it
+        # a file of secrets ends in a line break, which is no part of the key
+        self.expected = f"bearer {api_key.strip()}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] == "/health" or self._may(scope):

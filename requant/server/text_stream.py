@@ -28,9 +28,8 @@ class TextStream:
         self._tokens.append(token)
         before = self._decode(self._start, self._known)
         now = self._decode(self._start, len(self._tokens))
-        if (
-            now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8
-        ):  # no character takes that many tokens
+        # a character that is not complete yet; none takes eight tokens
+        if now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8:
             return ""
         self._take(now[len(before) :])
         self._start, self._known = self._known, len(self._tokens)

@@ -59,9 +59,8 @@ class ChatTemplate:
                 raise TextError(
                     "the model's chat template takes too much memory or writes too much; do not use this model for chat."
                 ) from error
-            except (
-                BaseException
-            ):  # Ctrl-C too: what this child still answers is no answer to the next messages
+            # Ctrl-C too: what this child still answers is no answer to the next messages
+            except BaseException:
                 self._kill()
                 raise
         if kind != "text":

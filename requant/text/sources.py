@@ -231,9 +231,8 @@ def _cached_unless_reachable(name: str) -> Iterator[Exception | None]:
         HfApi().dataset_info(name, timeout=HUB_ANSWERS_WITHIN)
     except (HfHubHTTPError, HFValidationError):  # it answers, or need not: `datasets` says what is wrong
         pass
-    except (
-        Exception
-    ) as error:  # no route, no such host, no time: versions of the library have different classes
+    # no route, no such host, no time: versions of the library have different classes
+    except Exception as error:
         unreachable = error
         config.HF_HUB_OFFLINE = True
     try:
