@@ -94,14 +94,18 @@ def check_model_folder(folder: Path) -> None:
         if path.suffix == ".safetensors":
             check_plain_file(path)
         elif any(fnmatch.fnmatchcase(path.name, pattern) for pattern in SMALL):
-            data = read_small_file(path)
-            if path.suffix == ".json":
-                try:
-                    check_json_size(data, config=path.name.endswith("config.json"))
-                except ValueError as error:
-                    raise FileError(
-                        f"{path} holds {error}, more than any model needs; do not use it."
-                    ) from error
+            _check_small_file(path)
+
+
+def _check_small_file(path: Path) -> None:
+    """Raise FileError for a file that is too long to be read whole, or JSON with too many values."""
+    data = read_small_file(path)
+    if path.suffix != ".json":
+        return
+    try:
+        check_json_size(data, config=path.name.endswith("config.json"))
+    except ValueError as error:
+        raise FileError(f"{path} holds {error}, more than any model needs; do not use it.") from error
 
 
 def but_in_it(folder: Path) -> str:

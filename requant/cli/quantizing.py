@@ -22,7 +22,9 @@ from requant.processes import is_first, started
 
 if TYPE_CHECKING:
     from requant.pipeline.planning.plan import Plan
+    from requant.pipeline.quantized_model import QuantizedModel
     from requant.recipe.schema import Recipe
+    from requant.run.workspace import Workspace
 
 
 def quantize(
@@ -109,23 +111,17 @@ def quantize(
             plan = _plan(chosen, device=own_device, dtype=dtype, gpus=gpus, quiet=quiet)
             print_plan(plan, folder, as_json=as_json)
             return
+        workspace = workspace_of(folder, resume=resume, save_every=save_every)
+        with sigterm_interrupts(), progress.display(shown=not quiet):
+            result = _quantize_and_save(
+                request, workspace, device=own_device, dtype=dtype, quiet=quiet and log_file is None
+            )
+        if result is None:
+            return
+        workspace.remove()
         with importing():
-            from requant.pipeline.quantize import quantize
-            from requant.report.save import save
             from requant.report.summary import result_numbers, result_rows
 
-        workspace = workspace_of(folder, resume=resume, save_every=save_every)
-        silent = quiet and log_file is None
-        with sigterm_interrupts(), progress.display(shown=not quiet):
-            result = quantize(
-                chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=silent
-            )
-            if ranks.rank() > 0:
-                return
-            progress.enter("writing")
-            workspace.check()
-            save(result, folder, resumable=True)
-        workspace.remove()
         numbers = result_numbers(result, folder)
         print_result(numbers, table(result_rows(numbers)), as_json=as_json)
         if push_to is not None:
@@ -210,6 +206,25 @@ def _plan(recipe: "Recipe", *, device: str, dtype: str, gpus: int | None, quiet:
         else:
             prepared = outline(recipe.model, recipe, device=device, dtype=dtype, gpus=gpus)
         return make_plan(prepared, prepared.recipe, device=device, quiet=quiet)
+
+
+def _quantize_and_save(
+    request: _Request, workspace: "Workspace", *, device: str, dtype: str, quiet: bool
+) -> "QuantizedModel | None":
+    """The run, and its checkpoint in the request's folder; None in every process but the first, which writes."""
+    with importing():
+        from requant import progress, ranks
+        from requant.pipeline.quantize import quantize
+        from requant.report.save import save
+
+    recipe = request.recipe
+    result = quantize(recipe.model, recipe, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+    if ranks.rank() > 0:
+        return None
+    progress.enter("writing")
+    workspace.check()
+    save(result, request.folder, resumable=True)
+    return result
 
 
 def _import_stages() -> None:

@@ -23,6 +23,8 @@ or better with the KL divergence alone (demo-4m).
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from requant import progress, ranks
 from requant.calibration.collect import collect
 from requant.calibration.stats import LinearStats
@@ -36,6 +38,7 @@ from requant.finetune.loop import single_precision, train
 from requant.finetune.memory import exhaustion_explained
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
+from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
@@ -67,7 +70,7 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     train_windows, _ = split_windows(run, settings)
     progress.enter(f"{round_name(0, len(rounds))}, codes")  # which waits for the original's states
     teacher = teacher_of(run, settings, train_windows)
-    other_params, lr = params_without_codes(run), learning_rate(run, settings)
+    other_params = params_without_codes(run)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
     saved = SavedTraining.of(run, "rounds")
     weights: Weights = {}
@@ -82,19 +85,10 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
             run.statistics.clear()
             unquantized = [target for later in rounds[index + 1 :] for target in later]
             if unquantized and not saved.round_is_over:
-                with run.stage("finetuning"), exhaustion_explained():
-                    trainables = trainable_tensors(trainable, unquantized, list(other_params.values()), lr)
-                    derived = reparametrized_weights(run, weights, trainable)
-                    progress.enter(f"{name}, training")
-                    train(
-                        run,
-                        teacher,
-                        trainables,
-                        derived,
-                        settings,
-                        saved=saved,
-                        hidden_weight=settings.hidden_weight,
-                    )
+                progress.enter(f"{name}, training")
+                _train_round(
+                    run, teacher, weights, trainable, unquantized, list(other_params.values()), saved=saved
+                )
     save_finetuned_params(run, before)
     run.apply_original_weights()
     weights = {
@@ -135,3 +129,21 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
             weights |= make_codes(run, chunk, quantize, stage="codes", keys=keys, bar=bar)
             release(run, statistics)
     return weights
+
+
+def _train_round(
+    run: RunContext,
+    teacher: Teacher | HeadTeacher,
+    weights: Weights,
+    trainable: Mapping[str, TrainableParams],
+    unquantized: Sequence[QuantTarget],
+    other_params: Sequence[nn.Parameter],
+    *,
+    saved: SavedTraining,
+) -> None:
+    """Train what is not a code after a round: matrices of later rounds, scales and levels of `weights`, other parameters."""
+    settings = run.recipe.finetune
+    with run.stage("finetuning"), exhaustion_explained():
+        trainables = trainable_tensors(trainable, unquantized, other_params, learning_rate(run, settings))
+        derived = reparametrized_weights(run, weights, trainable)
+        train(run, teacher, trainables, derived, settings, saved=saved, hidden_weight=settings.hidden_weight)
