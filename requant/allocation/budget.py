@@ -28,7 +28,7 @@ from requant.allocation.embedding_and_head import (
     part_sizes,
     table_method,
 )
-from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, allocate_with_curve
 from requant.allocation.predictors import outlier_factors, predicted_losses
 from requant.allocation.sizes import (
     available_bits,
@@ -80,7 +80,7 @@ def allocate_bits(run: RunContext) -> Allocation:
     options = _options(run, budget.sizes, losses)
     if recipe.trains_in_rounds:
         options = _weighted_by_round(run, options, budget.free)
-    choice = allocate(options, budget.free)
+    choice, curve = allocate_with_curve(options, budget.free)
     best_split = None
     if target_bits is None:
         chosen = {role: choice.options[role].bits for role in part_bits}
@@ -93,7 +93,6 @@ def allocate_bits(run: RunContext) -> Allocation:
             split = _best_split(run, embedding_and_head, options, losses, chosen, budget)
             best_split = split if split.predicted <= CLEARLY_LESS * (choice.loss + added) else None
     found = {target.name: choice.options[target.name] for target in run.targets}
-    curve = losses_at_other_budgets(options, budget.free)
     allocation = Allocation(
         bits={name: option.bits for name, option in found.items()},
         outlier_fractions={

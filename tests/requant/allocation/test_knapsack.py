@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, allocate_with_curve
 from requant.errors import RecipeError
 
 
@@ -106,11 +106,12 @@ def test_a_budget_below_the_smallest_choice() -> None:
 def test_neighbours_are_what_other_budgets_would_lose() -> None:
     options = instance(3, tensors=20)
     budget = sum(choices[1].bytes for choices in options.values())
-    curve = losses_at_other_budgets(options, budget)
+    choice, curve = allocate_with_curve(options, budget)
+    assert choice == allocate(options, budget)
     assert list(curve) == [round(share * budget) for share in (2 / 3, 5 / 6, 7 / 6, 4 / 3)]
     assert all(loss == allocate(options, size).loss for size, loss in curve.items())
     smallest = sum(choices[0].bytes for choices in options.values())
-    assert min(losses_at_other_budgets(options, smallest)) > smallest
+    assert min(allocate_with_curve(options, smallest)[1]) > smallest
 
 
 def test_a_large_model_takes_seconds() -> None:
