@@ -155,6 +155,7 @@ def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
             nodes=run.recipe.sensitivity.nodes,
             label=run.label("allocation"),
         )
+        run.apply_original_weights()
     return _floored(run, sums)
 
 

@@ -115,6 +115,7 @@ def diagnose(
         alone = hosted_blocks(run.model) is None  # else a pass brings the whole model to the GPU
         blocks = measured_by_block(run, weights, windows, original) if alone else {}
         matrices = measured_by_matrix(run, weights, windows) if by_matrix and alone else {}
+        run.apply_quantized_weights(weights)
     return Diagnosis(
         predicted=predicted,
         delta_loss=delta_loss,
@@ -130,13 +131,13 @@ def diagnose(
 def measured_by_block(
     run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"], original: float
 ) -> dict[int, float]:
-    """dF with one block quantized and all others original; the model is left at `weights`."""
+    """dF with one block quantized and all others original; the model is left at the originals."""
     groups = {members[0].block: members for members in by_block(run.targets)}
     return _measured_alone(run, weights, windows, original, groups, label="block")
 
 
 def measured_by_matrix(run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"]) -> dict[str, float]:
-    """dF with one matrix quantized and all others original; the model is left at `weights`."""
+    """dF with one matrix quantized and all others original; the model is left at the originals where that is measured."""
     if run.model.device.type != "cuda":
         if run.total_weights > MATRIX_WEIGHTS_ON_CPU:
             return {}
@@ -167,5 +168,4 @@ def _measured_alone(
         found.append(mean_loss(run.model, windows, split=False) - original)
         for target in members:
             target.set_weight(path.start(target))
-    run.apply_quantized_weights(weights)
     return dict(zip(groups, ranks.merged(found), strict=True))

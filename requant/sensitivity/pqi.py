@@ -69,7 +69,7 @@ def pqi_of_finetuned_params(
 ) -> float:
     """The same integral over the parameters without codes that finetuning changed: their part of dF, nats.
 
-    The model is left at the quantized weights.
+    The model is left at the last node.
     """
     finetuned = list(path.finetuned())
     total = 0.0
@@ -88,5 +88,4 @@ def pqi_of_finetuned_params(
         for parameter, _, _ in finetuned:
             parameter.requires_grad_(False)
             parameter.grad = None
-        path.apply_weights(1.0)
     return total

@@ -32,7 +32,8 @@ def score_sums(
     nodes: str = "gauss2",
     label: str | None = None,
 ) -> dict[str, float]:
-    """Matrix -> the sum of the scores `name` of its weights, on every rank; the model is left at the quantized weights.
+    """Matrix -> the sum of the scores `name` of its weights, on every rank; the model is left at the last weights
+    that the score looks at: the caller writes those that it needs next.
 
     `nodes` matters to `pqi` alone. Raises NumericalError, RecipeError.
     """
@@ -64,18 +65,15 @@ def _along_the_line(
 ) -> dict[str, list[Tensor]]:
     """`weight <g(w + t d), d>` of every batch that this rank ran, at every node."""
     parts: dict[str, list[Tensor]] = {target.name: [] for target in path.targets}
-    try:
-        for index, (t, weight) in enumerate(nodes):
+    for index, (t, weight) in enumerate(nodes):
 
-            def add(target: QuantTarget, gradient: Float[Tensor, "n k"], weight: float = weight) -> None:
-                product = path.step(target).mul_(gradient)
-                parts[target.name].append(weight * product.sum(dtype=torch.float64))
+        def add(target: QuantTarget, gradient: Float[Tensor, "n k"], weight: float = weight) -> None:
+            product = path.step(target).mul_(gradient)
+            parts[target.name].append(weight * product.sum(dtype=torch.float64))
 
-            path.apply_weights(t)
-            at_node = f"{label}, node {index + 1}/{len(nodes)}" if label and len(nodes) > 1 else label
-            gradient_pass(path.model, windows, path.targets, add, label=at_node, to_owners=False)
-    finally:
-        path.apply_weights(1.0)
+        path.apply_weights(t)
+        at_node = f"{label}, node {index + 1}/{len(nodes)}" if label and len(nodes) > 1 else label
+        gradient_pass(path.model, windows, path.targets, add, label=at_node, to_owners=False)
     return parts
 
 
@@ -91,8 +89,6 @@ def _second_order(
         product = fisher.mul_(path.step(target).square_())
         parts[target.name].append(0.5 * product.sum(dtype=torch.float64))
 
-    with path.at(0.0):
-        output_gradient_pass(
-            path.model, windows, path.targets, add, inputs=True, label=label, to_owners=False
-        )
+    path.apply_weights(0.0)
+    output_gradient_pass(path.model, windows, path.targets, add, inputs=True, label=label, to_owners=False)
     return parts

@@ -182,7 +182,7 @@ class Costs:
 
     def decodings_of_diagnosis(self) -> float:
         """How many times a GPU dequantizes all codes: for the step that the gradients of every batch are multiplied by,
-        at every node of PQI, and once to leave the model quantized after each score and each kind of dF."""
+        at every node of PQI, for each kind of dF, and to leave the model quantized."""
         prepared, gpus = self.prepared, count_gpus(self.prepared)
         count, length = prepared.windows.shape
         count = min(count, max(1, DIAGNOSED_TOKENS // length))
@@ -192,8 +192,8 @@ class Costs:
         if prepared.hosted:  # whenever a block comes: in a pass that goes back all but the last come twice
             back = 2 - 1 / len({target.block for target in prepared.targets})
             return steps + self.nodes * (1 + trained) * back + 1
-        alone = 2 * (1 / gpus + 1)  # blocks, then matrices, of which each GPU takes a share
-        return steps + self.nodes + 3 + trained * (self.nodes + 1) + 1 + alone
+        alone = 2 / gpus  # blocks, then matrices, of which each GPU takes a share
+        return steps + self.nodes * (1 + trained) + 1 + alone + 1
 
 
 def _writing(prepared: Prepared | Outline) -> float:

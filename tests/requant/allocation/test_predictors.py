@@ -134,7 +134,7 @@ def test_restored_is_what_one_original_saves_among_the_quantized(run, tiny_text)
     assert units.keys() == weights.keys() and min(units.values()) > 0
 
 
-@pytest.mark.parametrize("predict", [measured, restored])
+@pytest.mark.parametrize("predict", [measured, restored, integrated])
 def test_measuring_leaves_the_model_as_it_was(run, predict) -> None:
     weights = quantize_linears(run, None, label="")
     run.apply_original_weights()

@@ -140,10 +140,9 @@ def test_sums_need_no_scores(trained_model, tiny_text, tokenizer, monkeypatch, n
 
 
 @pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
-@pytest.mark.parametrize("scored", [score_weights, score_sums])
-def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str, scored) -> None:
+def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str) -> None:
     path = path_of(trained_model)
-    scored(name, path, tiny_windows)
+    score_weights(name, path, tiny_windows)
     assert all(
         torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
     )
