@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from requant.errors import NumericalError, TextError
 from requant.text import windows
@@ -276,6 +277,47 @@ def test_tokens_are_those_of_the_tokenizer(tokenizer, monkeypatch, rust):
     tokenizer(["a b c", "d"], truncation=True, max_length=2)
     found = token_windows(text_of(content), tokenizer, num_samples=None, seq_len=len(expected))
     assert found.tolist() == [expected]
+
+
+def tokenizer_of(kind: str, content: str) -> PreTrainedTokenizerFast:
+    """Of bytes; of words, the first of which has a mark as all have; WordPiece; of characters, some across lines."""
+    merges = [("\n", letter) for letter in "TaC"]
+    tokens = sorted(set(content)) + ["".join(pair) for pair in merges]
+    across = models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
+    model, before, trainer = {
+        "byte-level": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), trainers.BpeTrainer),
+        "marked": (models.BPE(), pre_tokenizers.Metaspace(prepend_scheme="first"), trainers.BpeTrainer),
+        "wordpiece": (
+            models.WordPiece(unk_token="?"),
+            pre_tokenizers.BertPreTokenizer(),
+            trainers.WordPieceTrainer,
+        ),
+        "across lines": (across, None, None),
+    }[kind]
+    backend = Tokenizer(model)
+    if trainer is not None:
+        backend.pre_tokenizer = before
+        backend.train_from_iterator([content], trainer(vocab_size=400, special_tokens=["?"]))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("byte-level", True), ("wordpiece", True), ("marked", False), ("across lines", False)]
+)
+def test_a_long_text_is_tokenized_in_parts_that_change_nothing(monkeypatch, kind: str, parts: bool) -> None:
+    """Where a tokenizer marks the beginning of a text, or joins the end of a line to the next, in one part."""
+    content = PROSE.replace("\n ", "\n")
+    tokenizer = tokenizer_of(kind, content)
+    whole = tokenizer.backend_tokenizer.encode(content, add_special_tokens=False).ids
+    monkeypatch.setattr(windows, "PART", 300)
+    monkeypatch.setattr(windows, "AROUND", 60)
+    seen: list[list[str]] = []
+    divided = windows._parts
+    monkeypatch.setattr(windows, "_parts", lambda *args: seen.append(divided(*args)) or seen[-1])
+    found = token_windows(text_of(content), tokenizer, num_samples=None, seq_len=len(whole))
+    assert found.tolist() == [whole]
+    assert "".join(seen[0]) == content and (len(seen[0]) > 5) == parts
+    assert parts or len(seen[0]) == 1
 
 
 def test_fewer_windows_than_asked_warns_and_uses_all(tokenizer, caplog):
