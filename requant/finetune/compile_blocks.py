@@ -61,6 +61,22 @@ def try_compiler(model: PreTrainedModel, steps: int) -> None:
         compiles(steps)
 
 
+def start_compiler(device: str, steps: int | None) -> None:
+    """Start the worker processes of torch's compiler for training on a `device`, without waiting for them.
+
+    They import torch themselves, which takes seconds; whoever compiles first would wait for that. `steps` None: as many as
+    the model's size says, which are enough.
+    """
+    if torch.device(device).type != "cuda" or (steps is not None and steps < MIN_STEPS_TO_COMPILE):
+        return
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+    except Exception as error:  # `_compiler_works` says what matters of it
+        logger.info("the compiler's processes start later: %s", first_line(error))
+
+
 def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:
     return {p.device.type for model in models for p in model.parameters()} == {"cuda"}
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
 from requant.calibration.experts import routed_tokens
-from requant.finetune.compile_blocks import try_compiler
+from requant.finetune.compile_blocks import start_compiler, try_compiler
 from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import limit_gpu_memory, pick_device, total_memory
 from requant.models.targets import QuantTarget
@@ -99,6 +99,8 @@ def prepare(
     recipe, hosted = _hosted_where_too_large(found, recipe, device=device, dtype=dtype)
     # what is wrong with a text is said before the weights are read
     evaluation, calibration = evaluation_text(found.source, recipe), calibration_text(found.source, recipe)
+    if recipe.finetune.trains and isinstance(model, str) and not hosted:
+        start_compiler(device, recipe.finetune.steps)
     by_default = recipe.finetune.steps is None
     cut = partial(in_windows, evaluation=evaluation, tokenizer=found.tokenizer, recipe=recipe, scored=scored)
     with ThreadPoolExecutor(1) as executor:  # tokenizers need neither the weights nor Python's lock

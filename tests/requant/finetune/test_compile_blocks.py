@@ -86,6 +86,45 @@ def test_the_compiler_is_asked_while_texts_become_tokens(
     assert seen == [steps > 1] and asked.is_set() == (steps > 1)
 
 
+@pytest.mark.parametrize(
+    ("device", "steps", "started"),
+    [("cuda", None, True), ("cuda:1", 100, True), ("cuda", 99, False), ("cpu", None, False)],
+)
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_compilers_processes_are_started_where_training_is_compiled(
+    monkeypatch, device: str, steps: int | None, started: bool, broken: bool
+) -> None:
+    """And what goes wrong in that is not the run's end: compiling will say so."""
+    calls: list[bool] = []
+
+    def start() -> None:
+        calls.append(True)
+        if broken:
+            raise OSError("no more processes")
+
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", start)
+    compile_blocks.start_compiler(device, steps)
+    assert calls == [True] * started
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_compilers_processes_start_before_weights_are_read(
+    tiny_folder, tiny_text_file, monkeypatch, trained: bool
+) -> None:
+    events, plain = [], preparing.open_model
+    monkeypatch.setattr(preparing, "start_compiler", lambda *given: events.append(given))
+    monkeypatch.setattr(
+        preparing, "open_model", lambda *args, **kwargs: events.append("weights") or plain(*args, **kwargs)
+    )
+    recipe = Recipe(
+        calibration=Calibration(num_samples=4, seq_len=16),
+        evaluation=Evaluation(context=16, windows=2),
+        finetune=Finetune(steps=None if trained else 0),
+    )
+    preparing.prepare(str(tiny_folder("llama")), on_text(recipe, tiny_text_file), device="cpu")
+    assert events == [("cpu", None)] * trained + ["weights"]
+
+
 def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
     """transformers makes masks while a stream is captured; a block that had none before gets none."""
     model = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
