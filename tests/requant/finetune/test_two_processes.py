@@ -17,6 +17,8 @@ from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Rec
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
+TWO = ("--gpus", "2", "--device", "cpu")
+
 
 def recipe_with_training(folder: Path, text: Path, *, blockwise: bool) -> Recipe:
     """Steps of three windows, of which two processes take two and one; two windows are for validation."""
@@ -33,7 +35,7 @@ def recipe_with_training(folder: Path, text: Path, *, blockwise: bool) -> Recipe
 def two_processes(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in two processes, by torchrun or by --gpus; it must end well."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "requant")
-    start, end = (torchrun, ()) if launcher == "torchrun" else (("requant",), ("--gpus", "2"))
+    start, end = (torchrun, ()) if launcher == "torchrun" else (("requant",), TWO)
     done = subprocess.run(
         [sys.executable, "-m", *start, *arguments, *end], capture_output=True, text=True, check=False
     )
@@ -107,7 +109,7 @@ def test_another_number_of_processes_goes_on_inside_a_round(
     assert kl_of(tmp_path / "out") == pytest.approx(kl_of(tmp_path / "alone"), rel=0.02)
 
     run = subprocess.Popen(
-        [sys.executable, "-m", "requant", *command, str(tmp_path / "again"), "--resume", "--gpus", "2"],
+        [sys.executable, "-m", "requant", *command, str(tmp_path / "again"), "--resume", *TWO],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -179,6 +179,8 @@ def test_two_processes_go_on_where_one_stopped(
             tmp_path / "out",
             "--gpus",
             "2",
+            "--device",
+            "cpu",
             "--resume",
         ],
         capture_output=True,
@@ -196,7 +198,7 @@ def test_one_process_goes_on_where_two_were_killed(
     """One of two processes dies, which ends the run with one sentence."""
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     run = subprocess.Popen(
-        [sys.executable, "-m", "requant", *arguments, "--output", output, "--gpus", "2"],
+        [sys.executable, "-m", "requant", *arguments, "--output", output, "--gpus", "2", "--device", "cpu"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
