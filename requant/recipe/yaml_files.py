@@ -39,6 +39,10 @@ def load_recipe(name: str | Path) -> Recipe:
     name = str(name)
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one
         shipped = available_recipes()
+        if name not in shipped and os.path.isfile(inside := path / "recipe.yaml"):
+            raise RecipeError(
+                f"'{name}' is a folder, neither a file nor a recipe; give the recipe in it, {inside}."
+            )
         if name not in shipped:
             raise RecipeError(
                 f"'{name}' is neither a file nor a recipe{did_you_mean(name, shipped)}; "

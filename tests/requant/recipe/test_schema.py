@@ -247,10 +247,14 @@ def test_recovery_is_of_pruned_models() -> None:
     assert recipe_from_options(sparse, mode="dense", method="rtn", code_bits=4).recovery == Recovery()
 
 
-def test_names() -> None:
+def test_names(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"'demo-3bits' is neither a file nor a recipe \(did you mean 'demo-3bit'\?\)"
     ):
         load_recipe("demo-3bits")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "recipe.yaml").write_text(dump_recipe(Recipe()))
+    with pytest.raises(RecipeError, match=r"is a folder, .*; give the recipe in it, .*out/recipe\.yaml\.$"):
+        load_recipe(tmp_path / "out")
     assert load_recipe("demo-3bit") == load_recipe(str(available_recipes()["demo-3bit"]))
     assert did_you_mean("x", ["quantizer"]) == ""
