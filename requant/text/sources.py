@@ -153,7 +153,9 @@ def _text_field(record: dict, field: str, where: str) -> str:
     if field not in record:
         raise TextError(f"{where} has no field {field!r}: choose one of {_listed(record)} as the text field")
     if not isinstance(record[field], str):
-        raise TextError(f"{where}: field {field!r} holds a {type(record[field]).__name__}, not text")
+        raise TextError(
+            f"{where}: field {field!r} holds a value of type {type(record[field]).__name__}, not text"
+        )
     return record[field]
 
 

@@ -83,7 +83,7 @@ def test_the_demo_halves_are_long_and_apart():
         ("latin.txt", b"caf\xe9", "not UTF-8 at byte 3"),
         ("book.pdf", b"%PDF", r"ends in \.pdf: use one of \.txt"),
         ("field.jsonl", b'{"body": "x", "id": 1}\n', "choose one of 'body', 'id'"),
-        ("number.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: field 'text' holds a int"),
+        ("number.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: field 'text' holds a value of type int"),
         ("list.jsonl", b'["x"]\n', "line 1 holds a list"),
         ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
         ("deep.jsonl", b"[" * 200_000, "line 1 is not JSON"),
@@ -104,7 +104,7 @@ def test_wrong_parquet_column_lists_the_columns(tmp_path):
     parquet.write_table(arrow.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(TextError, match="choose one of 'body', 'n'"):
         read_text(tmp_path / "a.parquet")
-    with pytest.raises(TextError, match="field 'n' holds a int"):
+    with pytest.raises(TextError, match="field 'n' holds a value of type int"):
         read_text(tmp_path / "a.parquet", field="n")
 
 
