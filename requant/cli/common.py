@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -122,6 +123,8 @@ class FirstOfItsKind(logging.Filter):
 
 def log_to_stderr(verbose: bool) -> None:
     """Warnings to stderr, each once, and with `verbose` what a run does; libraries only say what fails."""
+    # transformers, if it is imported later, sets its own level by this
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     root = logging.getLogger()
     if not root.handlers:
         logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.errors import (
+    CheckpointError,
     ModelError,
     NumericalError,
     RequantError,
@@ -226,12 +228,22 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
         check_quantization_config(path)
+        if isinstance(error, SafetensorError):
+            _check_headers(path)
         # transformers' words for other shapes, which help nobody
         if "ignore_mismatched_sizes" in str(error):
             raise ModelError(
                 f"{path} cannot be loaded ({_other_shape(path)}); download the model again."
             ) from error
         raise ModelError(f"{path} cannot be loaded ({first_line(error)}); give {takes}.") from error
+
+
+def _check_headers(path: str) -> None:
+    """Raise ModelError for the weight file that is no whole safetensors file; safetensors does not say which."""
+    try:
+        read_tensors(weight_files(path))
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
 
 
 def _other_shape(path: str) -> str:

@@ -301,3 +301,16 @@ def test_imports_collect_little_garbage_and_leave_their_objects_out_of_later_col
         assert gc.get_threshold() == before and gc.get_freeze_count() > frozen + 1000
     finally:
         gc.unfreeze()
+
+
+def test_transformers_only_says_what_fails() -> None:
+    """It is imported after the commands have set that, and would print a table on each model with a tensor too few."""
+    script = (
+        "from requant.cli.common import log_to_stderr; log_to_stderr(False); "
+        "from transformers.utils import logging; print(logging.get_verbosity() == logging.ERROR)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"

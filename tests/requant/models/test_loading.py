@@ -1,6 +1,7 @@
 """Sources by name, folder or hub; what is damaged, pickled or quantized is refused in one sentence."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -263,3 +264,13 @@ def test_a_quantization_config_that_is_no_mapping_is_named(tiny_folder, tmp_path
     for load in (loading.load_config, load_tokenizer):
         with pytest.raises(ModelError, match="quantization_config in"):
             load(str(copy))
+
+
+def test_a_truncated_weight_file_is_named(copy: Path) -> None:
+    """safetensors says "incomplete metadata, file not fully covered"."""
+    file = copy / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(
+        ModelError, match=r"copy/model\.safetensors has .* truncated or damaged, download it again"
+    ):
+        load_model(str(copy), device="cpu", dtype="auto")
