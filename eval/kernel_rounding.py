@@ -2,31 +2,56 @@
 
     python -m eval.kernel_rounding CHECKPOINT ... --reference ../shared/models/bench-32m --out FILE
 
-Reports and `requant eval` score dequantized weights. Here the same windows go through the kernels: in float16 alone, as they
-are by default (`kernels/requant_kernels/trellis/gemm_int8.py`), and with all matrices in int8; `max_bits` of a row is the
-most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply. For a GPU: on a CPU,
-and on one that is no Hopper, all ways are the same but for the type.
+Reports and `requant eval` score dequantized weights. Here the same windows go through the kernels: with activations in 16
+bits alone, as they are by default (`kernels/requant_kernels/trellis/rounding.py`), and with all matrices in int8; `max_bits`
+of a row is the most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply; or it
+is read token by token, beside seven others, as steps of eight sequences are (`sequences`). For a GPU: on a CPU, and on
+one that is no Hopper, all ways are the same but for the type.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
 from requant_kernels import dispatch
-from requant_kernels.trellis import gemm_int8
+from requant_kernels.trellis import rounding
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import requant
 from eval import options as opt
 from eval.common import DATA, MODEL, environment, write_json
 from requant.evaluation.perplexity import perplexity_and_kl
+from requant.inference.decode import Decoder
 from requant.models.devices import pick_device
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
-LENGTHS = (64, 1024, 2048)
-WINDOWS = 100  # of each length, spread over the text
+LENGTHS = (64, 512, 2048)
+WINDOWS = 96  # of each length, spread over the text
+SEQUENCES, STEPS = 8, 512  # of the windows that are read token by token
+
+
+class InSteps(nn.Module):
+    """A model that reads its windows token by token, by the steps of `Decoder`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.device = model, model.config, model.device
+        self.decoder: Decoder | None = None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, tokens: Tensor, **_: Any) -> SimpleNamespace:
+        if self.decoder is None or len(self.decoder.tokens) != len(tokens):
+            self.decoder = Decoder(self.model, length=tokens.shape[1])
+        self.decoder.reset()
+        logits = [self.decoder.prefill(tokens[:, :1]).clone()]
+        logits += [self.decoder.step(tokens[:, i : i + 1]).clone() for i in range(1, tokens.shape[1])]
+        return SimpleNamespace(logits=torch.stack(logits, 1))
 
 
 def ways(checkpoint: Path, device: str) -> dict[str, tuple[Any, float | None]]:
@@ -36,8 +61,8 @@ def ways(checkpoint: Path, device: str) -> dict[str, tuple[Any, float | None]]:
     dequantized = requant.load(checkpoint, device=device, dtype=torch.float32, dequantize=True)
     return {
         "dequantized": (dequantized, None),
-        "float16": (served, 0.0),
-        "default": (served, gemm_int8.MAX_BITS),
+        "16 bits": (served, 0.0),
+        "default": (served, rounding.MAX_BITS),
         "all in int8": (served, 9.0),
     }
 
@@ -45,18 +70,24 @@ def ways(checkpoint: Path, device: str) -> dict[str, tuple[Any, float | None]]:
 def rows_of(
     checkpoint: Path, reference: Any, text: Text, windows_of: dict[int, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    usual, rows = gemm_int8.MAX_BITS, []
+    usual, rows = rounding.MAX_BITS, []
     for name, (model, most) in ways(checkpoint, str(reference.device)).items():
-        gemm_int8.MAX_BITS = usual if most is None else most
+        rounding.MAX_BITS = usual if most is None else most
         dispatch.forget()
-        for length, windows in windows_of.items():
-            found = perplexity_and_kl(model, windows, text=text, reference=reference)
+        passes = [(length, 1, model) for length in windows_of]
+        if most is not None:
+            passes.append((STEPS, SEQUENCES, InSteps(model)))
+        for length, sequences, reader in passes:
+            windows = windows_of[length]
+            found = perplexity_and_kl(reader, windows, text=text, reference=reference, batch_size=sequences)
             rows.append({
                 "checkpoint": checkpoint.name, "way": name, "max_bits": most, "window": length, "windows": len(windows),
-                "kl": found.mean_kl, "se": found.kl_error, "perplexity": found.perplexity,
+                "sequences": sequences, "kl": found.mean_kl, "se": found.kl_error, "perplexity": found.perplexity,
             })  # fmt: skip
-            print(f"{checkpoint.name} {name:12s} windows of {length:4d}  KL {found.mean_kl:.5f}", flush=True)
-    gemm_int8.MAX_BITS = usual
+            print(
+                f"{checkpoint.name} {name:12s} {sequences} x {length:4d}  KL {found.mean_kl:.5f}", flush=True
+            )
+    rounding.MAX_BITS = usual
     dispatch.forget()
     return rows
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
+from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import step_bits
+from requant_kernels.trellis.operands import RotatedActivations
 from torch import Tensor
 
 
@@ -81,3 +84,16 @@ def random_trellis(n: int, k: int, bits: float, device: str) -> tuple[Tensor, Te
     most = torch.tensor([1 << own for own in step_bits(round(4 * bits))], device=device).repeat(columns // 4)
     codes = (torch.randint(0, 256, (rows, columns), device=device) % most).to(torch.uint8)
     return codes, (torch.rand(k, device=device) + 0.5).half(), (torch.rand(n, device=device) + 0.5).half()
+
+
+def multiplied_values(x: RotatedActivations, code: str, *, high_bytes: bool = False) -> Tensor:
+    """The values that int8 activations stand for, float64 [m, columns]; by their high bytes alone."""
+    assert x.scales is not None
+    high, low = x.values.view(x.num_tokens, 2, -1).double().unbind(1)
+    q = high if high_bytes else 256 * high + low
+    scales = x.scales[..., 2 if high_bytes else 0].double()
+    values = q * scales.repeat_interleave(HADAMARD_TILE, 1)[:, : q.shape[1]]
+    if CODES[code].weights_per_hash == 1:
+        return values
+    sums, differences = values[:, ::2], values[:, 1::2]
+    return torch.stack([(sums + differences) / 2, (sums - differences) / 2], -1).flatten(1)

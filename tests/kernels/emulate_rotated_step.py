@@ -56,8 +56,10 @@ def check_activations(found: RotatedActivations, form: ActivationForm, wanted: T
     if found.scales is not None:
         high, low = found.values.view(m, 2, -1).long().unbind(1)
         q = 256 * high + low
-        sums = torch.nn.functional.pad(q, (0, -q.shape[1] % 4096)).view(m, -1, 4096).sum(2)
-        assert torch.equal(sums.float(), found.scales[..., 1]), f"{what}: sums"
+        for values, at in ((q, 1), (high, 3)):
+            sums = torch.nn.functional.pad(values, (0, -q.shape[1] % 4096)).view(m, -1, 4096).sum(2)
+            assert torch.equal(sums.float(), found.scales[..., at]), f"{what}: sums"
+        assert torch.equal(found.scales[..., 2], 256 * found.scales[..., 0]), f"{what}: scales"
         got = (q.view(m, -1, 4096) * found.scales[:, :, :1].double()).flatten(1)
     else:
         got = found.values.double()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from case_selection import selected
-from cases import random_csr, random_trellis, relative_error
+from cases import multiplied_values, random_csr, random_trellis, relative_error
 from hadamard_ptx_model import Accesses, run
 from ptx_model import run_ptx
 from requant_kernels import TrellisLayout, pack_trellis
@@ -374,14 +374,18 @@ def main() -> None:
         given = activations_of(x, layout)
         ALLOCATED.append(given.values)
         got = launch_gemv(given, layout, config)
+        high_bytes = gemv.reads_high_bytes(layout, m)
         if code == "3inst":
             rotated = given.values[:, :padded].double()
+        elif high_bytes:
+            rotated = multiplied_values(given, code, high_bytes=True)[:, :padded]
         else:
             scaled = torch.nn.functional.pad(x.double() * layout.input_scales, (0, padded - k))
             rotated = scaled @ reference.hadamard(padded)
+            assert relative_error(multiplied_values(given, code)[:, :padded], rotated) < 1e-4
         want = rotated @ values.T
         error = relative_error(got, want)
-        assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
+        assert error < (1e-6 if high_bytes else 1e-4), f"{code} at {bits} bits is off by {error:.1e}"
 
     check_groups()
     gemv_kernel.MAX_SUM_BYTES = 32768

@@ -11,7 +11,8 @@ except ImportError:  # a script of its own, `emulate_trellis.py`
 
 SHAPE = (16, 32)
 WARP, LANE = np.indices(SHAPE).astype(np.uint32)
-SYMBOLS = {"values": 0, "maxima": 1 << 15, "totals": 1 << 16}  # addresses in shared memory
+# addresses in shared memory
+SYMBOLS = {"values": 0, "maxima": 1 << 15, "totals": 1 << 16, "high_totals": 1 << 17}
 
 
 class Accesses:
@@ -136,6 +137,12 @@ def run(
                 value = bfloat16(x[1]) | bfloat16(x[0]) << np.uint32(16)
             case "cvt.rn.f32.s32":
                 value = x[0].view(np.int32).astype(np.float32).view(np.uint32)
+            case "dp4a.s32.s32":
+                bytes_of = [
+                    np.ascontiguousarray(own).view(np.int8).reshape(*SHAPE, 4).astype(np.int32)
+                    for own in x[:2]
+                ]
+                value = x[2] + (bytes_of[0] * bytes_of[1]).sum(-1).astype(np.uint32)
             case "redux.sync.max.u32":
                 value = np.broadcast_to(x[0].max(1, keepdims=True), SHAPE)
             case "redux.sync.add.s32":

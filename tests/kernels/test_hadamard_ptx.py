@@ -66,7 +66,8 @@ def test_a_tile_is_transformed(size: int) -> None:
 @pytest.mark.parametrize("size", [1024, 4096])
 @pytest.mark.parametrize("nonzero", ["many", "one", "none"])
 def test_a_tile_in_int8(size: int, nonzero: str) -> None:
-    """High and low bytes, one scale, and the sum of exactly the integers that were stored."""
+    """High and low bytes, one scale, and the sum of exactly the integers that were stored; and the same of the high bytes,
+    which are those integers over 256, rounded."""
     values = np.random.randn(4096).astype(np.float32) * (nonzero != "none")
     if nonzero == "one":
         values = np.eye(1, 4096, 77, dtype=np.float32)[0] * 1e-3
@@ -82,8 +83,10 @@ def test_a_tile_in_int8(size: int, nonzero: str) -> None:
     found = np.array([stored.pop(base + 4 * i) for base in (high, low) for i in range(1024)], np.uint32)
     found = found.view(np.int8).reshape(2, 4096).astype(int)
     assert found[0].min() > -128
-    factor, total = np.array([stored.pop(scale), stored.pop(scale + 4)], np.uint32).view(np.float32)
+    words = np.array([stored.pop(scale + 4 * i) for i in range(4)], np.uint32)
+    factor, total, high_factor, high_total = words.view(np.float32)
     assert not stored
+    assert high_total == np.float32(found[0].sum()) and high_factor == 256 * factor
     q = 256 * found[0] + found[1]
     assert total == np.float32(q.sum())
     assert np.abs(q * float(factor) - want).max() <= np.abs(want).max() * 1e-4

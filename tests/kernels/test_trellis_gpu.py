@@ -3,8 +3,7 @@
 import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, lookup, pack_trellis
-from requant_kernels.common.device import supports_sm90
-from requant_kernels.dispatch import dispatch_group
+from requant_kernels.dispatch import dispatch, dispatch_group
 from requant_kernels.fallback import reference
 from requant_kernels.ops import lookup_bands, multiply_bands
 from requant_kernels.trellis import gemv
@@ -43,7 +42,8 @@ def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     y = linear(x, layout, bias)
     rows = torch.arange(0, n, max(1, n // 128), device="cuda")
-    assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < 6e-4
+    limit = 1.1e-2 if gemv.reads_high_bytes(layout, m) else 6e-4
+    assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < limit
     for _ in range(20):
         assert torch.equal(y, linear(x, layout, bias))
 
@@ -83,7 +83,8 @@ def test_joined_matrices_are_rotated_one_by_one(parts: tuple[int, ...], m: int) 
     )  # fmt: skip
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     rows = torch.arange(0, n, max(1, n // 300), device="cuda")
-    limit = 1.4e-2 if m > 64 and supports_sm90(x.device) else 2e-3  # in int8
+    int8 = dispatch(layout, m, x.device)[0].name == "trellis_gemm_int8"
+    limit = 1.4e-2 if int8 or (m <= 16 and gemv.reads_high_bytes(layout, m)) else 2e-3
     assert relative_error(linear(x, layout, bias)[:, rows], want_of(x, layout, bias, rows)) < limit
 
 

@@ -18,7 +18,8 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None, fused: bool = False, finished: bool = False, slots: Slots | None = None,
+    k: int | None = None, fused: bool = False, finished: bool = False,
+    high_bytes: bool = False, slots: Slots | None = None,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
     `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts."""
@@ -35,7 +36,7 @@ def trellis_machine(
             "rows": 16,
         }
     kind = (k & -k, torch.float16) if fused and k is not None else None
-    given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind) | {
+    given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind, high_bytes=high_bytes) | {
         "PDL": capability >= 90,
         "EARLY_TRIGGER": False,
         "SLOTS": slots,

@@ -20,7 +20,8 @@ MAX_INT = tl.constexpr(32512.0)  # 127 * 256
 
 @triton.jit
 def _store_int8(y, at, token, tile, tiles, out_width, y_ptr, scales_ptr, stride_y):
-    """Store 16-bit fixed point, high and low bytes separately, with the tile's scale and the sum of its integers."""
+    """Store 16-bit fixed point, high and low bytes separately, with the scale and the sum of the tile's integers, and of its
+    high bytes alone."""
     largest = tl.max(tl.abs(y))
     scale = tl.where(largest > 0, largest * (1.0 / MAX_INT), 1.0)
     # adding 1.5 * 2^23 rounds to the nearest integer, and leaves it in the low bits
@@ -30,9 +31,11 @@ def _store_int8(y, at, token, tile, tiles, out_width, y_ptr, scales_ptr, stride_
     address = y_ptr + 2 * token * stride_y + at
     tl.store(address, high.to(tl.int8), mask=inside)
     tl.store(address + stride_y, (q - high * 256).to(tl.int8), mask=inside)
-    own = scales_ptr + (token * tiles + tile) * 2
+    own = scales_ptr + (token * tiles + tile) * 4
     tl.store(own, scale)
     tl.store(own + 1, tl.sum(q).to(tl.float32))
+    tl.store(own + 2, scale * 256)
+    tl.store(own + 3, tl.sum(high).to(tl.float32))
 
 
 @triton.jit

@@ -39,9 +39,9 @@ NATURAL: Order = tuple(range(12))
 # position bits that the rows of each product represent: three within a quadrant of signs, and one between quadrants
 PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
 # Two buffers: with one tile at a time, a transform need not wait until all warps have read the previous one's exchange.
-# 32 words for int8 and sums.
+# 48 words for int8 and sums.
 BUFFER = tl.constexpr(VALUES_BYTES)
-SMEM_BYTES = 2 * VALUES_BYTES + 128
+SMEM_BYTES = 2 * VALUES_BYTES + 192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ def transform_to_int8(
     values, signs, smem, high, low, scale, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr
 ):
     """The same in 16-bit fixed point, stored at the addresses of the thread's first high and low bytes, with the tile's
-    scale and sum (`hadamard_transform_int8`)."""
+    scales and sums (`hadamard_transform_int8`)."""
     PTX: tl.constexpr = TRANSFORM.ptx[0][WAITS]
     zero = signs[0] * 0
     tl.inline_asm_elementwise(

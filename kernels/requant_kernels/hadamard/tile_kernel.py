@@ -99,7 +99,7 @@ def hadamard_tile_kernel(
     if scales_ptr is not None:
         high = y_ptr + 2 * token * stride_y + at - eight % 4 - eight // 4 * 2048
         low = high + stride_y
-        scale = scales_ptr + (token * tl.num_programs(1) + tile) * 2 + position * 0
+        scale = scales_ptr + (token * tl.num_programs(1) + tile) * 4 + position * 0
         tl.inline_asm_elementwise(
             PTX.text, PTX.constraints,
             (z, first, second, third, high.to(tl.int64), low.to(tl.int64), scale.to(tl.int64)),

@@ -148,13 +148,14 @@ class TileBuilder(PtxBuilder):
         return thread, lane, warp
 
     def quantize(
-        self, values: list[str], smem: tuple[str, str], lane: str, warp: str, space: str, to: tuple[str, str],
+        self, values: list[str], smem: tuple[str, ...], lane: str, warp: str, space: str, to: tuple[str, str],
         next_four: int = 2048,
-    ) -> tuple[str, str]:  # fmt: skip
+    ) -> list[str]:  # fmt: skip
         """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
-        four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads.
+        four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads, then
+        those of the high bytes alone if `smem` has room for their sums.
 
-        `smem`: twice 16 words of shared memory, for the warps' largest values and sums.
+        `smem`: 16 words of shared memory each for the warps' largest values, their sums, and optionally the high bytes'.
         """
         new = self.new
         self.comment("the largest absolute value of a lane, a warp, all warps")
@@ -180,6 +181,7 @@ class TileBuilder(PtxBuilder):
             for value in values
         ]
         self.comment("bytes of four neighbours: (q + 128) / 256, and q mod 256 as a signed byte")
+        high_total = "0"
         for i in range(2):
             four = integers[4 * i : 4 * i + 4]
             raised = [new("raised", f"add.u32 {{d}}, {value}, 128;") for value in four]
@@ -190,17 +192,27 @@ class TileBuilder(PtxBuilder):
                 ]
                 both = new("bytes", f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
                 self.emit(f"st.{space}.b32 [{address} + {next_four * i}], {both};")
+                if byte == 1 and len(smem) > 2:
+                    high_total = new("high_total", f"dp4a.s32.s32 {{d}}, {both}, 0x01010101, {high_total};")
         self.comment("the sum of the integers of a lane, a warp, all warps")
         total = integers[0]
         for value in integers[1:]:
             total = new("total", f"add.u32 {{d}}, {total}, {value};")
         total = new("total", f"sub.u32 {{d}}, {total}, 0x{8 * ROUNDING_BITS & 0xFFFFFFFF:08x};")
-        total = new("total", f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")
-        self.emit(f"st.shared.b32 [{of_warp[1]}], {total};", "bar.sync 0;")
-        total = new("total", f"ld.shared.b32 {{d}}, [{of_other[1]}];")
-        total = new("total", f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")  # each of 16 warps twice
-        total = new("total", f"shr.s32 {{d}}, {total}, 1;")
-        return scale, new("total", f"cvt.rn.f32.s32 {{d}}, {total};")
+        sums = [total, high_total][: len(smem) - 1]
+        sums = [new("total", f"redux.sync.add.s32 {{d}}, {own}, 0xffffffff;") for own in sums]
+        self.emit(
+            *(f"st.shared.b32 [{at}], {own};" for at, own in zip(of_warp[1:], sums, strict=True)),
+            "bar.sync 0;",
+        )
+        sums = [new("total", f"ld.shared.b32 {{d}}, [{at}];") for at in of_other[1:]]
+        sums = [new("total", f"redux.sync.add.s32 {{d}}, {own}, 0xffffffff;") for own in sums]
+        sums = [new("total", f"shr.s32 {{d}}, {own}, 1;") for own in sums]  # each of 16 warps was added twice
+        sums = [new("total", f"cvt.rn.f32.s32 {{d}}, {own};") for own in sums]
+        found = [scale, sums[0]]
+        if len(smem) > 2:
+            found += [new("high_scale", f"mul.f32 {{d}}, {scale}, 0f{_float_bits(256.0):08X};"), sums[1]]
+        return found
 
 
 @cache
@@ -218,7 +230,7 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
 
     A lane's outputs are four neighbours of row g of the 16, at column 16 warp + 4 t, then of row g + 8. With `int8` it
     stores their bytes instead (the outputs are undefined), and takes 8 times each the address of its high bytes of row g,
-    that of its low bytes, and that of the tile's scale and sum, which one thread stores.
+    that of its low bytes, and that of the tile's scales and sums, which one thread stores.
     """
     ptx = TileBuilder()
     outputs = [f"${i}" for i in range(8)]
@@ -228,10 +240,11 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
     thread, lane, warp = ptx.transform_tile("values", values, ("$16", "$24", "$32"), mix_bit_11, results)
     constraints = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
     if int8:
-        scale, total = ptx.quantize(results, ("maxima", "totals"), lane, warp, "global", ("$40", "$48"))
-        ptx.emit(f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$56], {{{scale}, {total}}};")
+        smem = ("maxima", "totals", "high_totals")
+        found = ptx.quantize(results, smem, lane, warp, "global", ("$40", "$48"))
+        ptx.emit(f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v4.b32 [$56], {{{', '.join(found)}}};")
         ptx.emit(*(f"mov.b32 {name}, 0;" for name in outputs))
-        declarations += ".shared .b32 maxima[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"
+        declarations += "".join(f".shared .b32 {name}[16];\n" for name in smem) + ".reg .pred p;\n"
         constraints += ["l"] * 24
     return ptx.build(constraints, declarations)
 
@@ -263,8 +276,8 @@ def register_transform_int8_ptx(
 ) -> Ptx:
     """The same in int8, stored in global memory.
 
-    Output: one, undefined. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 32
-    words of shared memory, of the thread's high bytes, of its low bytes, and of the tile's scale and sum.
+    Output: one, undefined. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 48
+    words of shared memory, of the thread's high bytes, of its low bytes, and of the tile's scales and sums.
     """
     ptx = TileBuilder()
     values = [f"${1 + i}" for i in range(8)]
@@ -278,12 +291,14 @@ def register_transform_int8_ptx(
         second_mixes_halves=second_mixes_halves,
         waits=waits,
     )
-    totals = ptx.new("words", "add.u32 {d}, $13, 64;")
-    scale, total = ptx.quantize(
-        results, ("$13", totals), lane, warp, "global", ("$14", "$15"), next_four=next_four
+    totals, high_totals = (ptx.new("words", f"add.u32 {{d}}, $13, {64 * i};") for i in (1, 2))
+    found = ptx.quantize(
+        results, ("$13", totals, high_totals), lane, warp, "global", ("$14", "$15"), next_four=next_four
     )
     ptx.emit(
-        f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$16], {{{scale}, {total}}};", "mov.b32 $0, 0;"
+        f"setp.eq.u32 p, {thread}, 0;",
+        f"@p st.global.v4.b32 [$16], {{{', '.join(found)}}};",
+        "mov.b32 $0, 0;",
     )
     return ptx.build(["=r"] + ["f"] * 8 + ["r"] * 5 + ["l"] * 3, ".reg .pred p;\n")
 

@@ -75,10 +75,11 @@ def hadamard_transform_int8(
     rotate: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """H (input_scales * x) in 16-bit fixed point: int8 [2 m, out_width], the high bytes of each token, then its low bytes;
-    and float32 [m, tiles, 2]: the scale of a tile of 4096 values, and the sum of its integers."""
+    and float32 [m, tiles, 4]: the scale of a tile of 4096 values, and the sum of its integers; then those of its high bytes
+    alone, which are the same values in 8 bits."""
     m, tiles = x.shape[0], -(-in_width // HADAMARD_TILE)
     y = torch.empty(2 * m, out_width, dtype=torch.int8, device=x.device)
-    scales = torch.empty(m, tiles, 2, dtype=torch.float32, device=x.device)
+    scales = torch.empty(m, tiles, 4, dtype=torch.float32, device=x.device)
     hadamard_transform(
         x, y, in_width=in_width, columns=-(-in_width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl,
         input_scales=input_scales, scales=scales, pair=pair,

@@ -125,7 +125,7 @@ def rotate_and_store(
         signs = signs_of(lane, T.masks[0], T.masks[1], T.masks[2])
         for t in tl.static_range(COUNT):
             high = y_ptr + 2 * token * TARGET.columns + (tile + t) * 4096 + held
-            scale = scales_ptr + (token * TARGET.num_tiles + tile + t) * 2
+            scale = scales_ptr + (token * TARGET.num_tiles + tile + t) * 4
             transform_to_int8(
                 z[8 * t : 8 * t + 8], signs, smem, high, high + TARGET.columns, scale, NUMBER + t, WAITS and t == 0, T
             )  # fmt: skip

@@ -3,15 +3,8 @@
     y = s V x_q        V int8, the byte sums of the codes; x_q int8, rotated activations over the scale s of their token
 
 Used from 65 tokens on, for tall matrices from 33. The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which
-eight are kept: an error of 6e-5 of the weights' variance. Activations are rounded by as much: a Hadamard transform has
-spread every large value over all columns, so the largest of 4096 is 3.7 deviations, and a step of the integers 0.03.
-(QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, quantizes rotated activations too.) Codes of two bits differ from the
-original by 7e-2 of the variance, of three by 2e-2, of four by 4e-3. So matrices of more than MAX_BITS keep float16, and so
-does a head, whose errors are those of the logits. Fewer tokens have 16-bit activations.
-
-A transform spreads a value over its block only. Where one value of a token exceeds all others, in one of B blocks, what it
-is spread to is sqrt(B) times the root mean square, and rounding adds B / (12 x 127^2) of the energy: MAX_BLOCKS limits
-that to 2 % of the error of codes of 3 bits. (11008 columns are 43 blocks of 256; 13696 would be 107 of 128.)
+eight are kept: an error of 6e-5 of the weights' variance. Activations are rounded by as much; `rounding.py` says which
+matrices bear that.
 
 Activations are rotated to float16, in the form that matrices of more bits next to this one read, and quantized in a launch
 of its own, which arranges them as the product reads them: of every 64 columns, lane `4 g + t` multiplies the 16 of tile t,
@@ -22,8 +15,6 @@ four in each register of wgmma's operand.
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -33,19 +24,16 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import dequantize, gemm_sm90
-from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemm_sm90_launch import ALONE, PdlPosition
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
+from requant_kernels.trellis.rounding import bears_8_bits, is_coarse
 
-MAX_BITS = 3.25  # of codes, to which int8 adds 1 % of their error
 # With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us. At 128 tokens the products of an 8B
 # block take 16 % less (`pair`, `gemm-int8-h200.json`). At 64 only gate and up do (`gemm-int8-trials-h200.json`), which share
 # what is quantized: a step of 64 sequences takes 3 to 4 % less (`overlap-h200.json`). At 32 they gain nothing.
 MIN_TOKENS, MIN_TALL_TOKENS = 65, 33
-MAX_BLOCKS = 64  # of the transform of the input
-VARIABLE = "REQUANT_INT8_ACTIVATIONS"  # of the environment: 0 keeps float16 for all
 
 
 @triton.jit
@@ -90,16 +78,12 @@ def quantized(rotated: Tensor, *, permuted: bool, pdl: bool) -> tuple[Tensor, Te
 
 def suits(code: str, bits: float, n: int, k: int, num_tokens: int) -> bool:
     """Whether int8 loses little of such codes, and gains time for such matrices and so many tokens."""
-    least = MIN_TALL_TOKENS if n > 2 * k else MIN_TOKENS
-    return CODES[code].byte_sums and bits <= MAX_BITS and num_tokens >= least
+    return is_coarse(code, bits) and num_tokens >= (MIN_TALL_TOKENS if n > 2 * k else MIN_TOKENS)
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Codes and tokens that int8 suits, with both rotations, so no head."""
-    spread = layout.input_scales is not None and layout.k // (layout.k & -layout.k) <= MAX_BLOCKS
-    wanted = os.environ.get(VARIABLE) != "0"
-    suited = suits(layout.code, layout.bits, layout.n, layout.k, num_tokens)
-    return wanted and spread and layout.rotates_output and suited
+    """What int8 suits, if both sides are rotated."""
+    return suits(layout.code, layout.bits, layout.n, layout.k, num_tokens) and bears_8_bits(layout)
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:

@@ -31,6 +31,9 @@ from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
+from requant_kernels.trellis.rounding import bears_8_bits
+
+MIN_HIGH_BYTES_TOKENS = 5  # up to four, high and low bytes fit in the columns of one MMA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,11 @@ def rotate_activations(x: Tensor, layout: TrellisLayout, *, asm: bool = True) ->
     return RotatedActivations(values=values, scales=scales)
 
 
+def reads_high_bytes(layout: TrellisLayout, num_tokens: int) -> bool:
+    """Whether the product leaves out the low bytes of its activations."""
+    return num_tokens >= MIN_HIGH_BYTES_TOKENS and bears_8_bits(layout)
+
+
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
     """Whether every CTA can rotate its token of x itself, with the CTAs of all `slots` products resident at once."""
     return (
@@ -142,7 +150,11 @@ def launch_gemv(
             m, units, rows, tiles - 1, -(-units // (config.num_warps * config.units_per_step)), hadamard_tiles, stride,
         ),
         interned(
-            **gemv_constants(layout.code, layout.quad_bits, vector, config, m, units, fused), PDL=pdl,
+            **gemv_constants(
+                layout.code, layout.quad_bits, vector, config, m, units, fused,
+                high_bytes=reads_high_bytes(layout, m),
+            ),
+            PDL=pdl,
             EARLY_TRIGGER=config.pdl_trigger_early, SLOTS=None if slot_products is None else slot_products.slots,
             num_warps=config.num_warps, num_stages=1, **pdl_option(pdl),
         ),

@@ -32,7 +32,7 @@ from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
-from requant_kernels.trellis.gemv import rotate_activations
+from requant_kernels.trellis.gemv import reads_high_bytes, rotate_activations
 from requant_kernels.trellis.gemv_kernel import GemvPtx, GemvShape, gemv_constants, multiply_tiles
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
@@ -102,15 +102,18 @@ def trellis_gemv_group_kernel(
 
 @cache
 def group_constants(
-    parts: tuple[tuple[str, int, int, TrellisGemvConfig, int], ...], tokens: int
+    parts: tuple[tuple[str, int, int, TrellisGemvConfig, int, bool], ...], tokens: int
 ) -> dict[str, object]:
-    """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words per load, launch config and units of each.
+    """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words per load, launch config and units of each, and
+    whether it reads high bytes alone.
 
     Raises ValueError if a launch config does not divide its matrix.
     """
     found = []
-    for code, quad_bits, vector, config, units in parts:
-        own: Any = gemv_constants(code, quad_bits, vector, config, tokens, units, given_memory=True)
+    for code, quad_bits, vector, config, units, high_bytes in parts:
+        own: Any = gemv_constants(
+            code, quad_bits, vector, config, tokens, units, high_bytes=high_bytes, given_memory=True
+        )
         found.append(GroupPart(shape=own["SHAPE"], ptx=own["PTX"]))
     words = [part.shape.num_warps * part.shape.results for part in found if part.ptx.sum_warps is not None]
     return {"PARTS": tuple(found), "ALLOCATE": allocate_smem_ptx(128 * max(words)) if words else None}
@@ -158,7 +161,14 @@ def _launch(
     first, m, device = configs[0], inputs[0].num_tokens, layouts[0].packed_codes.device
     tiles, units = zip(*(layout.packed_codes.shape[:2] for layout in layouts), strict=True)
     parts = (
-        (layouts[i].code, layouts[i].quad_bits, layouts[i].packed_codes.shape[-1], configs[i], units[i])
+        (
+            layouts[i].code,
+            layouts[i].quad_bits,
+            layouts[i].packed_codes.shape[-1],
+            configs[i],
+            units[i],
+            reads_high_bytes(layouts[i], m),
+        )
         for i in order
     )
     constants = group_constants(tuple(parts), m)

@@ -3,9 +3,11 @@
     y = output_scale * sum over Hadamard tiles h of scale_h * (sum of hash bytes x int8 activations - byte_sum_mean * sum q)
 
 The rotated activations are 16-bit fixed point with one scale for each token and Hadamard tile of 4096 columns:
-q = 256 high + low, whose signed bytes are two columns of the B operand (`hadamard/` writes them). Products and sums are
-exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums are converted to float32.
-`3inst`, whose values are not byte sums, goes through the same steps in float16 on the floating-point tensor cores.
+q = 256 high + low, whose signed bytes are two columns of the B operand (`hadamard/` writes them). With more than four tokens
+that takes twice the MMAs, so matrices whose codes are coarser than 8 bits (`rounding.py`) read the high bytes alone, as q
+over 256, rounded. Products and sums are exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end
+the sums are converted to float32. `3inst`, whose values are not byte sums, goes through the same steps in float16 on the
+floating-point tensor cores.
 
 A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. All addressing is by lane: tensors are [warps,
 32], one element per thread, and PTX defines what a lane loads, hashes and multiplies. Warps exchange nothing before the
@@ -53,7 +55,8 @@ class GemvShape:
     num_warps: int
     row_tiles: int  # per CTA
     units_per_step: int
-    n8_tiles: int  # tiles of 8 MMA columns: 4 int8 tokens (a high and a low byte each), or 8 float16 tokens
+    columns_per_token: int  # of the MMA: 2 for a high and a low byte, 1 for high bytes alone or float16
+    n8_tiles: int  # tiles of 8 columns
     k64_per_unit: int
     words: int  # per lane and unit
     vector: int  # words per load
@@ -62,7 +65,7 @@ class GemvShape:
     int8: bool  # byte sums times int8; otherwise float16
     activation_bytes: int
     accumulators: int  # per lane: 4 row_tiles n8_tiles
-    results: int  # per lane: as many, or half if high and low bytes are added
+    results: int  # per lane: over columns_per_token
     output_scale: float
     byte_sum_mean: float
 
@@ -130,11 +133,11 @@ def _load_activations(addresses, unit, LOADS: tl.constexpr, SHAPE: tl.constexpr)
 
 @triton.jit
 def _load_scales(addresses, hadamard_tile, warp, PTX: tl.constexpr, SHAPE: tl.constexpr):
-    """Per n8 tile: the scale of the Hadamard tile, and the excess of the byte sums over the values, in warp 0 only."""
+    """Per token of a lane: the scale of the Hadamard tile, and in warp 0 the excess of the byte sums over the values."""
     factors = ()
-    for n8 in tl.static_range(len(addresses)):
+    for i in tl.static_range(len(addresses)):
         scale, total = tl.inline_asm_elementwise(
-            PTX.text, PTX.constraints, (addresses[n8] + hadamard_tile * 8,), dtype=(tl.float32, tl.float32),
+            PTX.text, PTX.constraints, (addresses[i] + hadamard_tile * 16,), dtype=(tl.float32, tl.float32),
             is_pure=False, pack=1,
         )  # fmt: skip
         factors = factors + (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
@@ -143,20 +146,24 @@ def _load_scales(addresses, hadamard_tile, warp, PTX: tl.constexpr, SHAPE: tl.co
 
 @triton.jit
 def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
-    """y + scale * (256 high + low - excess), for int32 sums of high and low bytes."""
+    """y + scale * (256 high + low - excess), for int32 sums of high and low bytes; high - excess, of high bytes alone."""
     S: tl.constexpr = SHAPE.n8_tiles
     total = ()
     for i in tl.static_range(len(y)):
-        both = sums[2 * i].to(tl.float32) * 256.0 + sums[2 * i + 1].to(tl.float32)
-        scale, excess = factors[i // 2 % S * 2], factors[i // 2 % S * 2 + 1]
-        total = total + (y[i] + (both + excess) * scale,)
+        if SHAPE.columns_per_token == 2:
+            own = sums[2 * i].to(tl.float32) * 256.0 + sums[2 * i + 1].to(tl.float32)
+            scale, excess = factors[i // 2 % S * 2], factors[i // 2 % S * 2 + 1]
+        else:
+            own = sums[i].to(tl.float32)
+            scale, excess = factors[i // 4 % S * 4 + i % 2 * 2], factors[i // 4 % S * 4 + i % 2 * 2 + 1]
+        total = total + (y[i] + (own + excess) * scale,)
     return total
 
 
 @triton.jit
 def _token_and_row(lane, index, cta, last_tile, SHAPE: tl.constexpr):
     """The position of result `index` of a lane."""
-    if SHAPE.int8:  # row of the lane, n8 tile, row tile
+    if SHAPE.columns_per_token == 2:  # row of the lane, n8 tile, row tile
         half, n8, of = index % 2, index // 2 % SHAPE.n8_tiles, index // (2 * SHAPE.n8_tiles)
         token = lane % 4 + 4 * n8
     else:  # token of the lane's two, row of the lane, n8 tile, row tile
@@ -215,6 +222,7 @@ def multiply_tiles(
     R: tl.constexpr = SHAPE.row_tiles
     U: tl.constexpr = SHAPE.units_per_step
     S: tl.constexpr = SHAPE.n8_tiles
+    COLUMNS: tl.constexpr = SHAPE.columns_per_token
     Y: tl.constexpr = SHAPE.results
     lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
     ACCUMULATORS: tl.constexpr = SHAPE.accumulators
@@ -236,14 +244,20 @@ def multiply_tiles(
     activations = ()
     scales = ()
     for n8 in tl.static_range(S):  # columns beyond the tokens are computed but never stored
-        column = tl.minimum(lane // 4 + 8 * n8, (2 * M if SHAPE.int8 else M) - 1) + warp * 0
+        column = tl.minimum(lane // 4 + 8 * n8, COLUMNS * M - 1) + warp * 0
+        if SHAPE.int8 and COLUMNS == 1:
+            column *= 2  # high bytes are every other row
         if FUSED is not None:
             activations = activations + (smem + column * FUSED.low_bytes + lane % 4 * 16,)
         else:
             activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
         if SHAPE.int8 and FUSED is None:
-            token = tl.minimum(lane % 4 + 4 * n8, M - 1) + warp * 0
-            scales = scales + ((scales_ptr + token * hadamard_tiles * 2).to(tl.int64),)
+            for i in tl.static_range(2 // COLUMNS):
+                own = lane % 4 + 4 * n8 if COLUMNS == 2 else lane % 4 * 2 + i + 8 * n8
+                token = tl.minimum(own, M - 1) + warp * 0
+                scales = scales + (
+                    (scales_ptr + token * hadamard_tiles * 4 + (4 - 2 * COLUMNS)).to(tl.int64),
+                )
     next_x = _load_activations(activations, warp, LOAD_ACTIVATIONS, SHAPE)
     y = ()
     for _ in tl.static_range(Y):
@@ -321,7 +335,7 @@ def trellis_gemv_kernel(
 ):  # fmt: skip
     """y float32 `[M, rows]`, or with output scales finished, of any type; grid: CTAs of `row_tiles` tiles of 16 rows.
 
-    x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 2]` scales and sums; or float16
+    x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 4]` scales and sums; or float16
     `[M, stride_x]` without scales; or, with FUSED, the single unrotated token of `stride_x` columns, which every CTA
     rotates. With SLOTS the grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
     """
@@ -334,7 +348,7 @@ def trellis_gemv_kernel(
         x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
         y_ptr += tl.program_id(1).to(tl.int64) * rows
         if scales_ptr is not None:
-            scales_ptr += token * hadamard_tiles * 2
+            scales_ptr += token * hadamard_tiles * 4
     multiply_tiles(
         tl.program_id(0), x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M,
         units, rows, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER,
@@ -345,19 +359,20 @@ def trellis_gemv_kernel(
 @cache
 def gemv_constants(
     code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
-    fused_dtype: tuple[int, torch.dtype] | None = None, *, given_memory: bool = False,
+    fused_dtype: tuple[int, torch.dtype] | None = None, *, high_bytes: bool = False, given_memory: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type, if the rotation is fused. `given_memory`: the
-    cross-warp reduction takes the address of its shared memory.
+    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type, if the rotation is fused. `high_bytes`: low
+    ones are not read. `given_memory`: the cross-warp reduction takes the address of its shared memory.
 
     Raises ValueError if the launch config does not divide the matrix.
     """
     k64_count, int8 = k64_per_unit(quad_bits), CODES[code].byte_sums
-    tokens_per_n8, activation_bytes = (4, 1) if int8 else (8, 2)
-    n8_tiles = 1 if tokens <= tokens_per_n8 else 2 if tokens <= 2 * tokens_per_n8 else 4
+    columns_per_token, activation_bytes = (1 if high_bytes else 2, 1) if int8 else (1, 2)
+    columns = columns_per_token * tokens
+    n8_tiles = 1 if columns <= 8 else 2 if columns <= 16 else 4
     words, step_units = quad_bits * k64_count // 4, config.num_warps * config.units_per_step
     accumulators = 4 * config.tiles_per_cta * n8_tiles
-    results = accumulators // 2 if int8 else accumulators
+    results = accumulators // columns_per_token
     if HADAMARD_TILE % (64 * k64_count * step_units):
         raise ValueError(
             f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
@@ -368,8 +383,8 @@ def gemv_constants(
     whole_steps = units % step_units == 0
     unit_offsets = [config.num_warps * u for u in range(config.units_per_step)]
     shape = GemvShape(
-        num_warps=config.num_warps, row_tiles=config.tiles_per_cta, units_per_step=config.units_per_step, n8_tiles=n8_tiles,
-        k64_per_unit=k64_count, words=words, vector=vector,
+        num_warps=config.num_warps, row_tiles=config.tiles_per_cta, units_per_step=config.units_per_step,
+        columns_per_token=columns_per_token, n8_tiles=n8_tiles, k64_per_unit=k64_count, words=words, vector=vector,
         steps_per_hadamard_tile=HADAMARD_TILE // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
         activation_bytes=activation_bytes, accumulators=accumulators, results=results,
         output_scale=CODES[code].scale, byte_sum_mean=CODES[code].byte_sum_mean,

@@ -41,13 +41,13 @@ class ActivationForm:
         tiles = self.columns // HADAMARD_TILE
         return RotatedActivations(
             values=torch.empty(2 * m, self.columns, dtype=torch.int8, device=device),
-            scales=torch.empty(m, tiles, 2, dtype=torch.float32, device=device),
+            scales=torch.empty(m, tiles, 4, dtype=torch.float32, device=device),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotatedActivations:
-    """float16 [m, columns]; int8 [2 m, columns] with scales float32 [m, tiles, 2]; or int8 [m, columns] with scales [m]
+    """float16 [m, columns]; int8 [2 m, columns] with scales float32 [m, tiles, 4]; or int8 [m, columns] with scales [m]
     (`gemm_int8.py`)."""
 
     values: Tensor
