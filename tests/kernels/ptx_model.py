@@ -221,6 +221,11 @@ def run_ptx(
                 value = a[0] * a[1]
             case "mad.lo.u32":
                 value = a[0] * a[1] + a[2]
+            case "dp2a.lo.u32.u32":
+                halves = np.stack([a[0] & np.uint32(0xFFFF), a[0] >> np.uint32(16)], -1)
+                value = a[2] + (halves * byte_matrix(a[1], np.uint8)[..., :2].astype(np.uint32)).sum(
+                    -1, dtype=np.uint32
+                )
             case "dp4a.u32.u32" | "dp4a.u32.s32":
                 signed = np.int8 if opcode.endswith("s32") else np.uint8
                 products = byte_matrix(a[0], np.uint8) * byte_matrix(a[1], signed)

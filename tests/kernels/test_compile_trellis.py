@@ -39,10 +39,26 @@ def test_trellis_instructions_a_weight(
     assert machine.inner / (64 * k64_count) < TRELLIS_CEILING[code, bits]
     if code != "3inst":
         assert machine.opcodes["IMMA"] == (16 if code == "mul1" else 8) * k64_count
-        assert machine.opcodes["IDP"] == 0
+        integer_pipe, multiplier = (
+            sum(machine.opcodes[name] for name in names)
+            for names in (("SHF", "PRMT", "LOP3"), ("IMAD", "IDP"))
+        )
+        assert integer_pipe < 1.2 * multiplier  # half of the windows of 3 bits would be on the wrong one
     if shared:
         assert machine.opcodes["SHFL"] == 2 * k64_count  # the bits before a segment, of each row tile
         assert machine.opcodes["BAR"] <= 2
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 3), pytest.param("pair", 2, marks=pytest.mark.slow)])
+def test_high_bytes_alone_take_the_mmas_of_one_token(code: str, bits: float) -> None:
+    one, whole, high = (
+        trellis_machine(code, bits, tokens=tokens, high_bytes=high)
+        for tokens, high in ((1, False), (8, False), (8, True))
+    )
+    assert high.stack == 0
+    assert high.opcodes["IMMA"] == one.opcodes["IMMA"] == whole.opcodes["IMMA"] / 2
+    assert high.inner < 1.05 * one.inner < whole.inner
 
 
 @counts_instructions

@@ -17,11 +17,11 @@ Three or four windows share one funnel shift, because positions repeat every few
 `pair` needs fewer instructions when activations come as sums and differences of neighbours: half the sum of its two weights
 is b0 + b3 - 255 and half the difference b1 + b2 - 255 (over 128). One float16 addition makes both (`WeightDecoder.sums`).
 
-The integer pipe is the bottleneck, so two windows are extracted on the multiplier's pipe instead:
+The integer pipe is the bottleneck, so some of the halves are extracted on the multiplier's pipe instead: DP2A, the dot
+product of the halves of F with (1, 0) or (0, 1).
 
-- The low half needs no mask once the hash of the high half is known:  h(F mod 2^16) = F C - 2^16 h(F / 2^16)  (mod 2^32).
-- A window that spans two registers has no zeros next to it. PRMT duplicates its two bytes, (2^16 + 1) x, and the multiplier
-  is divided by that factor:  h(x) = (2^16 x + x) C / (2^16 + 1)  (mod 2^32), where 1 / (2^16 + 1) = 1 - 2^16.
+A window that spans two registers has no zeros next to it. PRMT duplicates its two bytes, (2^16 + 1) x, and the multiplier
+is divided by that factor:  h(x) = (2^16 x + x) C / (2^16 + 1)  (mod 2^32), where 1 / (2^16 + 1) = 1 - 2^16.
 """
 
 from dataclasses import dataclass
@@ -47,11 +47,9 @@ class Window:
 
 
 @cache
-def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) -> tuple[Window, ...]:
-    """The windows of a segment, first row first: 32 for `mul1` and `3inst`, 16 for `pair`.
-
-    `bits_after`: bits of the unit after the segment. `spanning`: allow a window to span into the next register where that
-    saves a funnel shift.
+def windows(code: str, quad_bits: int, bits_after: int) -> tuple[Window, ...]:
+    """The windows of a segment, first row first: 32 for `mul1` and `3inst`, 16 for `pair`. One that spans into the next
+    register saves a funnel shift. `bits_after`: bits of the unit after the segment.
     """
     length, weights = 8 * quad_bits, CODES[code].weights_per_hash
     ends = [
@@ -65,12 +63,12 @@ def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) 
                 found.setdefault(start + offset, Window(start=start, offset=offset))
 
     for start in range(-bits_after % 32, length - 31, 32):  # words as loaded need no shift
-        take(start, SPANNING if spanning else 16)
+        take(start, SPANNING)
     for end in sorted(ends):
         start = end
         while start not in found and start in ends:
             left = [e for e in range(start + 32, start + 56, 8) if e in ends and e not in found]
-            continues = spanning and bool(left) and start + SPANNING in ends and start + SPANNING not in found
+            continues = bool(left) and start + SPANNING in ends and start + SPANNING not in found
             take(start, SPANNING if continues else 16)
             if continues and left[0] > start + 32:
                 take(start + 32, 16)
@@ -79,26 +77,21 @@ def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) 
     return tuple(found[end] for end in ends)
 
 
-def uses_spanning_windows(code: str, row_tiles: int) -> bool:
-    """Whether spanning windows are faster, by measurement; instruction counts always favour them."""
-    return CODES[code].weights_per_hash > 1 or row_tiles > MAX_INTERLEAVED_TILES
-
-
 class SegmentDecoder:
     """Appends the PTX that hashes a lane's segment; each window is hashed on first use."""
 
-    # how many low halves are hashed without a mask: as many as the multiplier's pipe has spare cycles for
-    unmasked_windows = 32
+    dot_windows = (
+        0  # how many halves are extracted by DP2A: as many as the multiplier's pipe has spare cycles for
+    )
 
     def __init__(
-        self, ptx: PtxBuilder, code: str, quad_bits: int, words: list[str], index: int, previous_lane: str, *,
-        spanning: bool = False,
-    ) -> None:  # fmt: skip
+        self, ptx: PtxBuilder, code: str, quad_bits: int, words: list[str], index: int, previous_lane: str
+    ) -> None:
         """`words`: registers of a unit; the segment is number `index` in it; `previous_lane` holds the bits before."""
         self.ptx, self.code, self.words = ptx, CODES[code], words[::-1]
         self.bits_after = 8 * quad_bits * (k64_per_unit(quad_bits) - 1 - index)
         self.top = 8 * quad_bits - 32  # position of the segment's first 32 bits
-        self.windows = windows(code, quad_bits, self.bits_after, spanning)
+        self.windows = windows(code, quad_bits, self.bits_after)
         self._shifted: dict[int, str] = {}
         self._hashes: dict[int, str] = {}
         ptx.comment(f"segment {index}: the 32 bits before it, which end the segment of the previous lane")
@@ -142,34 +135,28 @@ class SegmentDecoder:
         window, new = self.windows[index], self.ptx.new
         multiplier, addend = self.code.multiplier, self.code.addend
         bits = self._bits(window.start)
-        high_half = Window(start=window.start, offset=16)
-        if window.offset == 0 and high_half in self.windows and self.unmasked_windows > 0:
-            self.unmasked_windows -= 1
-            high = self.hash(self.windows.index(high_half))
-            both_addends = (addend + (addend << 16)) & 0xFFFFFFFF
-            product = new("product", f"mad.lo.u32 {{d}}, {bits}, 0x{multiplier:08x}, 0x{both_addends:08x};")
-            value = new("hash", f"mad.lo.u32 {{d}}, {high}, 0xffff0000, {product};")
-        else:
-            match window.offset:
-                case 0:
-                    state = new("state", f"and.b32 {{d}}, {bits}, 0xffff;")
-                case 8:
-                    state = new("state", f"prmt.b32 {{d}}, {bits}, 0x0, 0x4421;")
-                case 24:  # SPANNING
-                    following = self._bits(window.start + 32)
-                    state = new("state", f"prmt.b32 {{d}}, {bits}, {following}, 0x4343;")
-                    multiplier = multiplier * (1 - (1 << 16)) & 0xFFFFFFFF
-                case _:
-                    state = new("state", f"shr.b32 {{d}}, {bits}, 16;")
-            value = new("hash", f"mad.lo.u32 {{d}}, {state}, 0x{multiplier:08x}, 0x{addend:08x};")
+        match window.offset:
+            case 0 | 16 if self.dot_windows > 0:
+                self.dot_windows -= 1
+                half = 0x0100 if window.offset else 0x0001
+                state = new("state", f"dp2a.lo.u32.u32 {{d}}, {bits}, 0x{half:04x}, 0;")
+            case 0:
+                state = new("state", f"and.b32 {{d}}, {bits}, 0xffff;")
+            case 8:
+                state = new("state", f"prmt.b32 {{d}}, {bits}, 0x0, 0x4421;")
+            case 24:  # SPANNING
+                following = self._bits(window.start + 32)
+                state = new("state", f"prmt.b32 {{d}}, {bits}, {following}, 0x4343;")
+                multiplier = multiplier * (1 - (1 << 16)) & 0xFFFFFFFF
+            case _:
+                state = new("state", f"shr.b32 {{d}}, {bits}, 16;")
+        value = new("hash", f"mad.lo.u32 {{d}}, {state}, 0x{multiplier:08x}, 0x{addend:08x};")
         self._hashes[index] = value
         return value
 
 
 class WeightDecoder(SegmentDecoder):
     """Appends the PTX that decodes hashes to weights, as pairs of float16."""
-
-    unmasked_windows = 0  # dp4a keeps the multiplier's pipe busy
 
     def pair(self, index: int) -> str:
         """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs per row. Byte sums are added to the bit pattern of
@@ -237,7 +224,7 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
     Outputs: 16 registers, 8 per row. Inputs: the words of the unit, the lane that holds the bits before.
     """
     ptx = PtxBuilder()
-    segment = _segment(ptx, code, quad_bits, k64, outputs=16, spanning=sums)
+    segment = _segment(ptx, code, quad_bits, k64, outputs=16)
     ptx.comment("weights of two columns at a time")
     for i in range(16):
         if sums:
@@ -261,20 +248,18 @@ def integers_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> 
     Outputs: 8 registers, 4 per row, of four columns each.
     """
     ptx = PtxBuilder()
-    segment = _segment(ptx, code, quad_bits, k64, outputs=8, spanning=sums)
+    segment = _segment(ptx, code, quad_bits, k64, outputs=8)
     ptx.comment("weights of four columns at a time")
     for i in range(8):
         ptx.emit(f"mov.b32 ${i}, {segment.integers(i, sums=sums)};")
     return ptx.build(["=r"] * 8 + ["r"] * (len(segment.words) + 1))
 
 
-def _segment(
-    ptx: PtxBuilder, code: str, quad_bits: int, k64: int, *, outputs: int, spanning: bool
-) -> WeightDecoder:
+def _segment(ptx: PtxBuilder, code: str, quad_bits: int, k64: int, *, outputs: int) -> WeightDecoder:
     """Segment `k64` of a unit whose words, and the lane that holds the bits before, are the inputs after so many outputs."""
     words = quad_bits * k64_per_unit(quad_bits) // 4
     names = [f"${outputs + i}" for i in range(words)]
-    return WeightDecoder(ptx, code, quad_bits, names, k64, f"${outputs + words}", spanning=spanning)
+    return WeightDecoder(ptx, code, quad_bits, names, k64, f"${outputs + words}")
 
 
 @cache

@@ -20,7 +20,6 @@ from requant_kernels.trellis.code_ptx import (
     ROW_WEIGHTS,
     SegmentDecoder,
     WeightDecoder,
-    uses_spanning_windows,
 )
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
@@ -75,19 +74,11 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
             segments = {}
             for r in tiles:
                 own = [f"${first_word + r * words + i}" for i in range(words)]
-                segments[r] = SegmentDecoder(
-                    ptx,
-                    code,
-                    quad_bits,
-                    own,
-                    k64,
-                    previous_lane,
-                    spanning=uses_spanning_windows(code, row_tiles),
-                )
+                segments[r] = SegmentDecoder(ptx, code, quad_bits, own, k64, previous_lane)
             for segment in segments.values():
-                # unmask as many windows as balance the integer pipe against the multiplier's
+                # as many as balance the integer pipe against the multiplier's
                 replications = n8_tiles * hashes_of_row // row_tiles
-                segment.unmasked_windows = (segment.funnel_shifts + replications) // 2
+                segment.dot_windows = (segment.funnel_shifts + replications) // 2
             ptx.comment(f"k64 {k64}, row tiles {tiles[0]} to {tiles[-1]}: hash and multiply")
             for pair in hash_pairs:
                 x = [[activations.operand(n8, i) for i in pair] for n8 in range(n8_tiles)]
