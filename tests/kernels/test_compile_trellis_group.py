@@ -36,7 +36,7 @@ def group_machine(
         units = (
             config.num_warps * config.units_per_step if columns is None else -(-columns // (64 * k64_count))
         )
-        kinds.append((code, quad_bits, math.gcd(quad_bits * k64_count // 4, 4), config, units))
+        kinds.append((code, quad_bits, math.gcd(quad_bits * k64_count // 4, 4), config, units, tokens > 4))
     given = group_constants(tuple(kinds), tokens) | {"PDL": True, "EARLY_TRIGGER": False}
     if columns is not None:
         given |= {
@@ -126,5 +126,5 @@ def test_bands_of_one_unit_have_one_element_a_thread(columns: int, tokens: int) 
     layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*?)\}>", machine.layout_ir))
     used = re.findall(r"elementwise_inline_asm .*mma.*tensor<\S+, (#\w+)>", machine.layout_ir)
     assert len(used) == len(bits)
-    for layout in used:
-        assert "sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [8, 1]" in layouts[layout]
+    wanted = f"sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [{configs[0].num_warps}, 1]"
+    assert all(wanted in layouts[layout] for layout in used)

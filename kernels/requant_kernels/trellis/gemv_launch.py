@@ -6,9 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from requant_kernels.common.device import num_sms
+from requant_kernels.common.occupancy import ctas_per_sm
 from requant_kernels.launch_config import ROWS, Launch, LaunchConfig, Shape
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
+from requant_kernels.trellis.rounding import MAX_BITS
+
+
+# CTAs of four warps an SM: registers allow hardly more
+MOST_CTAS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +34,43 @@ def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
     whole = bits == int(bits)  # with quarter bits a unit is up to four groups
     if m == 1 and bits <= 4 and CODES[shape.format].byte_sums:
         return trellis_one_token(shape, device)
-    small = n <= (4096 if k >= 8192 else 2048) and m != 8
+    if m == 8 and CODES[shape.format].byte_sums:
+        return trellis_eight_tokens(shape, device)
+    small = n <= (4096 if k >= 8192 and m > 1 else 2048)
     return TrellisGemvConfig(
         num_warps=16 if small else 8,
         tiles_per_cta=1 if small or m > 8 or bits > 4 else 2,
         units_per_step=2 if whole and bits <= 4 else 1,
     )
+
+
+def units_of_step(k64_count: int, bits: float, num_warps: int, k: int) -> int:
+    """The units, a power of two, of a warp's step of so many k64, or of fewer if it would have no columns in it."""
+    units = min(k64_count, k // (64 * num_warps)) // k64_per_unit(round(4 * bits))
+    return 1 << max(1, units).bit_length() - 1
+
+
+def even_cap(ctas: int, device: torch.device) -> int | None:
+    """The CTAs of four warps an SM that spread them over all SMs (`common/occupancy.py`); None where no more would fit."""
+    share = ctas_per_sm(ctas, device)
+    return share if share <= MOST_CTAS else None
+
+
+def trellis_eight_tokens(shape: Shape, device: torch.device) -> TrellisGemvConfig:
+    """`mul1` or `pair`: CTAs of 16 warps and two tiles, if each has an SM; of four warps where there are several CTAs an SM
+    (`eval/results/products-h200.json`)."""
+    n, k, bits = shape.n, shape.k, shape.bits
+    ctas = -(-n // (2 * ROWS))
+    if ctas > 2 * num_sms(device):
+        num_warps, tiles, k64_count = 4, 2, 4
+    elif ctas <= num_sms(device) and k <= 4096:
+        num_warps, tiles, k64_count = 16, 2, 4 if bits <= 3 else 1
+    else:
+        num_warps, tiles, k64_count = 8, 2, 2
+    return TrellisGemvConfig(
+        num_warps=num_warps, tiles_per_cta=tiles, units_per_step=units_of_step(k64_count, bits, num_warps, k),
+        max_ctas_per_sm=even_cap(ctas, device) if num_warps == 4 else None,
+    )  # fmt: skip
 
 
 def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
@@ -46,7 +83,9 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
         most = k // (1024 * k64_per_unit(round(4 * bits)))  # units per warp until some warps have no columns
         if tiles > 2 and not most:
             return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
-        long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
+        if tiles == 2 and k > 4096 and not whole:  # 16 warps would have few units, and not as many each
+            return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
+        long = 4 if k <= 4096 and bits <= 3 else 2
         units = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
         step = 1 << max(1, min(units, most)).bit_length() - 1  # a power of two, which divides a Hadamard tile
         return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=step)
@@ -54,32 +93,34 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
 
 
 def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
-    """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all are
-    resident at once (for one token: one per SM, or two in turn if of seven tiles); otherwise CTAs of four warps, two
-    tiles."""
+    """Several matrices in one launch (`trellis/gemv_group.py`): CTAs of 16 warps as long as all are resident at once,
+    otherwise of four, which end one by one while others go on (`eval/results/products-h200.json`)."""
     k, m, bits = shapes[0].k, shapes[0].m_bucket, max(shape.bits for shape in shapes)
-    k64_counts = [k64_per_unit(round(4 * shape.bits)) for shape in shapes]
-    an_sm = {1: 1, 2: 1, 3: 1, 4: 1} if m == 1 else {2: 2}  # tiles per CTA -> most CTAs per SM
-    if m == 1 and bits <= 3.5:  # at 4 bits they spill
-        an_sm[7] = 2
-    fitting = (
-        tiles
-        for tiles, most in an_sm.items()
-        if sum(-(-shape.n // (ROWS * tiles)) for shape in shapes) <= most * num_sms(device)
-    )
-    num_warps, tiles = 16, next(fitting, None)
-    if bits > 4 or m > 8:
-        num_warps, tiles = 8, 1
-    elif tiles is None or k < 1024 * max(k64_counts):  # some of 16 warps would have no columns
-        num_warps, tiles = 4, 2
+    two_a_hash = all(CODES[shape.format].weights_per_hash == 2 for shape in shapes)
+    widest_unit = max(k64_per_unit(round(4 * shape.bits)) for shape in shapes)
+
+    def ctas(tiles: int) -> int:
+        return sum(-(-shape.n // (ROWS * tiles)) for shape in shapes)
+
+    resident = next((tiles for tiles in (1, 2, 3, 4) if ctas(tiles) <= num_sms(device)), None)
+    if m > 8 and bits > MAX_BITS:
+        num_warps, tiles, k64_count = 8, 1, 2 if bits <= 4 else 1
+    elif ctas(2) > 2 * num_sms(device) or k < 1024 * widest_unit:  # some of 16 warps would have no columns
+        num_warps, tiles, k64_count = (4, 4, 2) if two_a_hash and m == 1 else (4, 2, 4 if bits <= 5 else 2)
+    elif bits > 4:
+        num_warps, tiles, k64_count = 8, 1, 4 if m == 1 else 1
+    elif m == 1 and resident is not None:
+        num_warps, tiles, k64_count = 16, resident, 2 if resident == 1 else 1
+    else:
+        num_warps, tiles, k64_count = (16, 2, 4) if two_a_hash else (16, 1, 4)
+    cap = even_cap(ctas(tiles), device) if num_warps == 4 else None
     return [
         TrellisGemvConfig(
-            num_warps=num_warps,
-            tiles_per_cta=tiles,
-            units_per_step=2 if own == 1 and num_warps * tiles <= 16 else 1,
+            num_warps=num_warps, tiles_per_cta=tiles, max_ctas_per_sm=cap,
+            units_per_step=units_of_step(k64_count, shape.bits, num_warps, k),
         )
-        for own in k64_counts
-    ]
+        for shape in shapes
+    ]  # fmt: skip
 
 
 def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemvConfig:
