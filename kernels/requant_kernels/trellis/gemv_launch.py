@@ -12,7 +12,6 @@ from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
 from requant_kernels.trellis.rounding import MAX_BITS
 
-
 # CTAs of four warps an SM: registers allow hardly more
 MOST_CTAS = 8
 
