@@ -3,9 +3,9 @@
     python kernels/bench/products.py --out eval/results/products-h200.json --tokens 1 8
 
 `tune.py` times whole layers. A fused step multiplies what the norm before it has rotated, and a budget gives the matrices of
-a block several widths, which one launch multiplies (`trellis/gemv_group.py`). CASES are those of an 8B shape at 2, 3 and 4
-bits in mode `best`, and its heads in bands. Every launch is compiled first, in parallel, then timed with cold caches in a
-CUDA graph; a row has the times of all, the rule's marked.
+a block several widths, which one launch multiplies (`trellis/gemv_group.py`). The cases are those of a model's shape at 2, 3
+and 4 bits in mode `best`, and its heads in bands. Every launch is compiled first, in parallel, then timed with cold caches
+in a CUDA graph; a row has the times of all, the rule's marked.
 """
 
 import argparse
@@ -36,31 +36,50 @@ class Case:
     head: bool = False  # bands of a table, whose outputs are not rotated
 
 
-VOCABULARY = 128256
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of a Llama, which make its cases."""
+
+    hidden: int
+    intermediate: int
+    keys: int  # rows of k, and of v
+    vocabulary: int = 128256
+
+    def qkv(self, code: str, *bits: float) -> Case:
+        rows = (self.hidden, self.keys, self.keys)
+        return Case(code=code, k=self.hidden, parts=tuple(zip(bits, rows, strict=True)))
+
+    def o(self, code: str, bits: float) -> Case:
+        return Case(code=code, k=self.hidden, parts=((bits, self.hidden),))
+
+    def gates(self, code: str, *bits: float) -> Case:
+        """One number of bits: gate and up joined as one matrix."""
+        rows = self.intermediate * (2 if len(bits) == 1 else 1)
+        return Case(code=code, k=self.hidden, parts=tuple((own, rows) for own in bits))
+
+    def down(self, code: str, bits: float) -> Case:
+        return Case(code=code, k=self.intermediate, parts=((bits, self.hidden),))
+
+    def head(self, *bits: float) -> Case:
+        rows = [self.vocabulary // part for part in (8, 8, 4, 2)]  # those of a table's bands
+        return Case(code="mul1", k=self.hidden, parts=tuple(zip(bits, rows, strict=True)), head=True)
+
+    def cases(self) -> list[Case]:
+        return [
+            self.o("pair", 2), self.down("pair", 2.25), self.gates("pair", 2), self.gates("pair", 2, 1.75),
+            self.qkv("pair", 1.5, 1.75, 2),
+            self.o("mul1", 3), self.down("mul1", 3.25), self.gates("mul1", 3, 2.75), self.gates("mul1", 3.25, 3),
+            self.qkv("mul1", 2.5, 3, 3.75),
+            self.o("mul1", 4), self.down("mul1", 4.25), self.gates("mul1", 4, 3.75), self.gates("mul1", 4.25, 4),
+            self.qkv("mul1", 3.5, 4, 4.75),
+            self.head(6.5, 5.5, 5, 4.5), self.head(7.75, 6.75, 6.25, 5.75), self.head(8, 7.5, 7.25, 7),
+        ]  # fmt: skip
 
 
-def _head(*bits: float) -> Case:
-    rows = (VOCABULARY // 8, VOCABULARY // 8, VOCABULARY // 4, VOCABULARY // 2)
-    return Case(code="mul1", k=4096, parts=tuple(zip(bits, rows, strict=True)), head=True)
-
-
-def _qkv(code: str, *bits: float) -> Case:
-    return Case(code=code, k=4096, parts=tuple(zip(bits, (4096, 1024, 1024), strict=True)))
-
-
-def _gates(code: str, *bits: float) -> Case:
-    return Case(code=code, k=4096, parts=tuple((own, 14336) for own in bits))
-
-
-CASES = [
-    Case(code="pair", k=4096, parts=((2, 4096),)), Case(code="pair", k=14336, parts=((2.25, 4096),)),
-    Case(code="pair", k=4096, parts=((2, 28672),)), _gates("pair", 2, 1.75), _qkv("pair", 1.5, 1.75, 2),
-    Case(code="mul1", k=4096, parts=((3, 4096),)), Case(code="mul1", k=14336, parts=((3.25, 4096),)),
-    _gates("mul1", 3, 2.75), _gates("mul1", 3.25, 3), _qkv("mul1", 2.5, 3, 3.75),
-    Case(code="mul1", k=4096, parts=((4, 4096),)), Case(code="mul1", k=14336, parts=((4.25, 4096),)),
-    _gates("mul1", 4, 3.75), _gates("mul1", 4.25, 4), _qkv("mul1", 3.5, 4, 4.75),
-    _head(6.5, 5.5, 5, 4.5), _head(7.75, 6.75, 6.25, 5.75), _head(8, 7.5, 7.25, 7),
-]  # fmt: skip
+MODELS = {
+    "8b": Model(hidden=4096, intermediate=14336, keys=1024),
+    "1b": Model(hidden=2048, intermediate=8192, keys=512),
+}
 LAUNCHES = [  # warps, tiles a CTA, k64 a step
     (16, 1, 2), (16, 1, 4), (16, 2, 1), (16, 2, 2), (16, 2, 4), (16, 4, 1), (16, 7, 1), (8, 1, 1), (8, 1, 2), (8, 1, 4),
     (8, 2, 1), (8, 2, 2), (8, 2, 4), (8, 4, 1), (8, 4, 2), (4, 1, 2), (4, 1, 4), (4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 1),
@@ -161,15 +180,17 @@ def measure(case: Case, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=MODELS, default="8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     args = parser.parse_args()
+    cases = MODELS[args.shape].cases()
     jobs = [
-        (case, launch, tokens) for tokens in args.tokens for case in CASES for launch in (None, *LAUNCHES)
+        (case, launch, tokens) for tokens in args.tokens for case in cases for launch in (None, *LAUNCHES)
     ]
     compile_in_parallel(compile_once, jobs, args.processes)
     rows = []
-    for case in CASES:
+    for case in cases:
         for tokens in args.tokens:
             rows.append(measure(case, tokens))
             best = rows[-1]["launches"]

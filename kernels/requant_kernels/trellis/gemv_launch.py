@@ -43,10 +43,15 @@ def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
     )
 
 
-def units_of_step(k64_count: int, bits: float, num_warps: int, k: int) -> int:
-    """The units, a power of two, of a warp's step of so many k64, or of fewer if it would have no columns in it."""
-    units = min(k64_count, k // (64 * num_warps)) // k64_per_unit(round(4 * bits))
-    return 1 << max(1, units).bit_length() - 1
+def launch_of(
+    shape: Shape, num_warps: int, tiles_per_cta: int, k64_count: int, *, max_ctas_per_sm: int | None = None
+) -> TrellisGemvConfig:
+    """Steps of so many k64 a warp, or of fewer if some warps would have no columns: a power of two of units."""
+    units = min(k64_count, shape.k // (64 * num_warps)) // k64_per_unit(round(4 * shape.bits))
+    return TrellisGemvConfig(
+        num_warps=num_warps, tiles_per_cta=tiles_per_cta, units_per_step=1 << max(1, units).bit_length() - 1,
+        max_ctas_per_sm=max_ctas_per_sm,
+    )  # fmt: skip
 
 
 def even_cap(ctas: int, device: torch.device) -> int | None:
@@ -55,40 +60,32 @@ def even_cap(ctas: int, device: torch.device) -> int | None:
     return share if share <= MOST_CTAS else None
 
 
-def trellis_eight_tokens(shape: Shape, device: torch.device) -> TrellisGemvConfig:
-    """`mul1` or `pair`: CTAs of 16 warps and two tiles, if each has an SM; of four warps where there are several CTAs an SM
-    (`eval/results/products-h200.json`)."""
-    n, k, bits = shape.n, shape.k, shape.bits
-    ctas = -(-n // (2 * ROWS))
-    if ctas > 2 * num_sms(device):
-        num_warps, tiles, k64_count = 4, 2, 4
-    elif ctas <= num_sms(device) and k <= 4096:
-        num_warps, tiles, k64_count = 16, 2, 4 if bits <= 3 else 1
-    else:
-        num_warps, tiles, k64_count = 8, 2, 2
-    return TrellisGemvConfig(
-        num_warps=num_warps, tiles_per_cta=tiles, units_per_step=units_of_step(k64_count, bits, num_warps, k),
-        max_ctas_per_sm=even_cap(ctas, device) if num_warps == 4 else None,
-    )  # fmt: skip
-
-
 def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
     """`mul1` or `pair`, at most 4 bits: one CTA of 16 warps per SM as long as that covers all tiles; with up to 4096 columns
     each CTA rotates the token itself (`trellis/fused_hadamard.py`). Otherwise CTAs of two tiles."""
     n, k, bits = shape.n, shape.k, shape.bits
     whole = bits == int(bits)
     tiles = next((count for count in (1, 2, 4, 7) if n <= ROWS * count * num_sms(device)), None)
-    if tiles is not None and (k <= 4096 or tiles <= 2):
-        most = k // (1024 * k64_per_unit(round(4 * bits)))  # units per warp until some warps have no columns
-        if tiles > 2 and not most:
-            return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
-        if tiles == 2 and k > 4096 and not whole:  # 16 warps would have few units, and not as many each
-            return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
-        long = 4 if k <= 4096 and bits <= 3 else 2
-        units = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
-        step = 1 << max(1, min(units, most)).bit_length() - 1  # a power of two, which divides a Hadamard tile
-        return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=step)
-    return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
+    if tiles is None or (k > 4096 and tiles > 2):
+        return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
+    short_of_columns = tiles > 2 and k < 1024 * k64_per_unit(round(4 * bits))
+    uneven = tiles == 2 and k > 4096 and not whole  # 16 warps would have few units, and not as many each
+    if short_of_columns or uneven:
+        return launch_of(shape, 8, 2, 1)
+    if not whole or tiles > 2:
+        return launch_of(shape, 16, tiles, 1)
+    return launch_of(shape, 16, tiles, 4 if tiles == 2 and k <= 4096 and bits <= 3 else 2)
+
+
+def trellis_eight_tokens(shape: Shape, device: torch.device) -> TrellisGemvConfig:
+    """`mul1` or `pair`: CTAs of 16 warps and two tiles, if each has an SM; of four warps where there are several CTAs an SM
+    (`eval/results/products-h200.json`)."""
+    ctas = -(-shape.n // (2 * ROWS))
+    if ctas > 2 * num_sms(device):
+        return launch_of(shape, 4, 2, 4, max_ctas_per_sm=even_cap(ctas, device))
+    if ctas <= num_sms(device) and shape.k <= 4096:
+        return launch_of(shape, 16, 2, 4 if shape.bits <= 3 else 1)
+    return launch_of(shape, 8, 2, 2)
 
 
 def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
@@ -101,25 +98,20 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
     def ctas(tiles: int) -> int:
         return sum(-(-shape.n // (ROWS * tiles)) for shape in shapes)
 
+    cap = None
     resident = next((tiles for tiles in (1, 2, 3, 4) if ctas(tiles) <= num_sms(device)), None)
-    if m > 8 and bits > MAX_BITS:
-        num_warps, tiles, k64_count = 8, 1, 2 if bits <= 4 else 1
+    if m > 8 and bits > MAX_BITS:  # activations of 16 bits take many registers
+        launch = 8, 1, 2 if bits <= 4 else 1
     elif ctas(2) > 2 * num_sms(device) or k < 1024 * widest_unit:  # some of 16 warps would have no columns
-        num_warps, tiles, k64_count = (4, 4, 2) if two_a_hash and m == 1 else (4, 2, 4 if bits <= 5 else 2)
+        launch = (4, 4, 2) if two_a_hash and m == 1 else (4, 2, 4 if bits <= 5 else 2)
+        cap = even_cap(ctas(launch[1]), device)
     elif bits > 4:
-        num_warps, tiles, k64_count = 8, 1, 4 if m == 1 else 1
+        launch = 8, 1, 4 if m == 1 else 1
     elif m == 1 and resident is not None:
-        num_warps, tiles, k64_count = 16, resident, 2 if resident == 1 else 1
+        launch = 16, resident, 2 if resident == 1 else 1
     else:
-        num_warps, tiles, k64_count = (16, 2, 4) if two_a_hash else (16, 1, 4)
-    cap = even_cap(ctas(tiles), device) if num_warps == 4 else None
-    return [
-        TrellisGemvConfig(
-            num_warps=num_warps, tiles_per_cta=tiles, max_ctas_per_sm=cap,
-            units_per_step=units_of_step(k64_count, shape.bits, num_warps, k),
-        )
-        for shape in shapes
-    ]  # fmt: skip
+        launch = (16, 2, 4) if two_a_hash else (16, 1, 4)
+    return [launch_of(shape, *launch, max_ctas_per_sm=cap) for shape in shapes]
 
 
 def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemvConfig:
@@ -143,7 +135,7 @@ def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemv
 # warps, tiles, units per step
 LAUNCHES = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
-    (16, 2, 2), (8, 4, 1), (16, 7, 1),
+    (16, 2, 2), (8, 4, 1), (16, 7, 1), (4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 1, 1),
 ]  # fmt: skip
 
 
