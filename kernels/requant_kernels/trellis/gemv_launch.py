@@ -102,9 +102,12 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
     resident = next((tiles for tiles in (1, 2, 3, 4) if ctas(tiles) <= num_sms(device)), None)
     if m > 8 and bits > MAX_BITS:  # activations of 16 bits take many registers
         launch = 8, 1, 2 if bits <= 4 else 1
-    elif ctas(2) > 2 * num_sms(device) or k < 1024 * widest_unit:  # some of 16 warps would have no columns
-        launch = (4, 4, 2) if two_a_hash and m == 1 else (4, 2, 4 if bits <= 5 else 2)
+    elif ctas(2) > 2 * num_sms(device):
+        four_tiles = two_a_hash and m == 1 and ctas(4) > 3 * num_sms(device)
+        launch = (4, 4, 2) if four_tiles else (4, 2, 4 if bits <= 5 else 2)
         cap = even_cap(ctas(launch[1]), device)
+    elif k < 1024 * widest_unit:  # some of 16 warps would have no columns
+        launch = (8, 1, 4) if k >= 512 * widest_unit else (4, 2, 4)
     elif bits > 4:
         launch = 8, 1, 4 if m == 1 else 1
     elif m == 1 and resident is not None:
