@@ -21,6 +21,7 @@ from requant_kernels.scalar.gemv_fp16_mma_launch import fp16_mma
 from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig, int8_mma
 from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
+from requant_kernels.trellis import gemv
 from requant_kernels.trellis import gemv_launch as trellis_gemv_launch
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_kernel import gemv_constants
@@ -134,6 +135,20 @@ def test_int8_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
     dispatch.forget()
     assert (chosen(layout, 100)[0], chosen(layout, 2000)[0]) == ("trellis_gemm_sm90", "trellis_dense")
+
+
+def test_who_reads_high_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From five tokens on, whose bytes no longer fit in the columns of one MMA; where the codes are coarser than 8 bits."""
+    coarse = pack_trellis(*random_trellis(32, 256, 3.25, "cpu"), bits=3.25, code="mul1")
+    assert [gemv.reads_high_bytes(coarse, m) for m in (1, 4, 5, 16)] == [False, False, True, True]
+    for exact in (
+        replace(coarse, bits=3.5), replace(coarse, rotates_output=False), replace(coarse, input_scales=None),
+        pack_trellis(*random_trellis(32, 16 * 67, 2, "cpu"), bits=2, code="mul1"),
+        pack_trellis(*random_trellis(32, 256, 2, "cpu"), bits=2, code="3inst"),
+    ):  # fmt: skip
+        assert not gemv.reads_high_bytes(exact, 8)
+    monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
+    assert not gemv.reads_high_bytes(coarse, 8)
 
 
 @pytest.mark.parametrize("code", ["mul1", "pair"])
