@@ -67,6 +67,15 @@ def test_every_error_has_a_line_on_the_page() -> None:
     assert missing == [], "name a phrase of it in docs/troubleshooting.md, with its remedy"
 
 
+def test_every_error_ends_as_a_sentence() -> None:
+    endless = [
+        f"{name} in {place}: {message}"
+        for name, place, message in messages()
+        if not message.endswith((".", "?", "{}"))  # a value may hold its own end
+    ]
+    assert endless == []
+
+
 def test_every_line_of_the_page_stands_for_an_error() -> None:
     by_class: dict[str, list[str]] = {}
     for name, _, message in messages():

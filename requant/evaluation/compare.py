@@ -89,7 +89,7 @@ def _usual_text(demo: bool) -> Text:
     try:
         return read_text("demo-eval" if demo else f"{WIKITEXT}:test")
     except TextError as error:
-        raise TextError(f"{error}. It is read because no --text was given.") from error
+        raise TextError(f"{error} It is read because no --text was given.") from error
 
 
 def _of_demo(folder: str | None) -> bool:

@@ -167,19 +167,19 @@ def mean_difference(values: Sequence[float], others: Sequence[float]) -> tuple[f
 
 def _check_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> None:
     if windows.shape[0] < 1 or windows.shape[1] < 2:
-        raise TextError(f"windows of shape {tuple(windows.shape)} hold no token to score: give more text")
+        raise TextError(f"windows of shape {tuple(windows.shape)} hold no token to score: give more text.")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and windows.shape[1] > positions:
         raise TextError(
             f"a context of {windows.shape[1]} tokens is longer than the model's {positions} positions: "
-            f"set --context {positions} or less"
+            f"set --context {positions} or less."
         )
     embedding: Any = model.get_input_embeddings()
     rows: int = embedding.num_embeddings
     if (largest := int(windows.max())) >= rows:
         raise TextError(
             f"the text holds token {largest}, and the model's embedding has {rows} rows: "
-            "use the tokenizer of this model"
+            "use the tokenizer of this model."
         )
 
 
@@ -193,7 +193,7 @@ def _logits(
     if not logits.sum(-1, dtype=torch.float32).isfinite().all():  # a sum makes no copy as large as the logits
         raise NumericalError(
             f"the model's logits hold NaN or infinity in window {start} or the batch it begins: evaluate in "
-            "float32 or bfloat16 (--dtype), and check the checkpoint with `requant inspect`"
+            "float32 or bfloat16 (--dtype), and check the checkpoint with `requant inspect`."
         )
     return logits
 
@@ -205,7 +205,7 @@ def _score(
     if original is not None and original.shape[1] != logits.shape[1]:
         raise ModelError(
             f"the models predict {logits.shape[1]} and {original.shape[1]} tokens, and KL needs one "
-            "vocabulary: give the model that the checkpoint was made from"
+            "vocabulary: give the model that the checkpoint was made from."
         )
     targets = targets.to(logits.device)[:, None]
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -150,7 +150,7 @@ class Answer:
             return True
         matcher.consume_token(token)
         if matcher.is_error():
-            raise NumericalError(f"JSON mode gave up: {first_line(ValueError(matcher.get_error()))}")
+            raise NumericalError(f"JSON mode gave up: {first_line(ValueError(matcher.get_error()))}.")
         return not matcher.is_stopped()
 
     def _send(self, text: str, written: int, finish: Literal["stop", "length"] | None = None) -> bool:

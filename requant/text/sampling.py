@@ -35,7 +35,7 @@ def sample_next(
     if not logits.isfinite().all():
         raise NumericalError(
             "the model's next-token logits hold NaN or infinity, so nothing can be sampled: load it in "
-            "float32 or bfloat16, and check the checkpoint with `requant inspect`"
+            "float32 or bfloat16, and check the checkpoint with `requant inspect`."
         )
     if temperature < GREEDY_BELOW:
         return logits.argmax(-1, keepdim=True)

@@ -44,12 +44,12 @@ class Text:
     def from_documents(cls, name: str, documents: Iterable[str]) -> "Text":
         text = "\n\n".join(documents)
         if not text.strip():
-            raise TextError(f"{name} holds no text: give a file with words in it")
+            raise TextError(f"{name} holds no text: give a file with words in it.")
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TextError(
-                f"{name} holds half a surrogate pair at character {error.start}: repair it"
+                f"{name} holds half a surrogate pair at character {error.start}: repair it."
             ) from error
         return cls(name=name, text=text, sha256=hashlib.sha256(data).hexdigest())
 
@@ -66,9 +66,9 @@ def read_text(source: str | Path | Sequence[str | Path], *, field: str = "text")
         name, documents = _documents(source, field)
         return Text.from_documents(name, documents)
     if source is not None and not isinstance(source, list | tuple):
-        raise TextError(f"a text must be a path or a name, or a list of them, not {type(source).__name__}")
+        raise TextError(f"a text must be a path or a name, or a list of them, not {type(source).__name__}.")
     if not source:
-        raise TextError("no text was given: name a file, a data set or one of " + ", ".join(NAMED_SETS))
+        raise TextError(f"no text was given: name a file, a data set or one of {', '.join(NAMED_SETS)}.")
     parts = [read_text(part, field=field) for part in source]
     if len(parts) == 1:
         return parts[0]
@@ -83,25 +83,25 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
         return f"{key} (written by a model)", iter([packaged.read_text(encoding="utf-8")])
     if key == SELF:
         raise TextError(
-            "`self` is text that the model writes: it calibrates alone, and cannot be read as a file; give a text file"
+            "`self` is text that the model writes: it calibrates alone, and cannot be read as a file; give a text file."
         )
     if not key:
-        raise TextError("a text has an empty name: give a file")
+        raise TextError("a text has an empty name: give a file.")
     if len(key) > LONGEST_NAME or "\n" in key:
         raise TextError(
             f"a text of {len(key):,} characters ({key[:40]!r}...) is neither a file nor the name of one: write it to a .txt "
-            "file and give that"
+            "file and give that."
         )
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
-        raise TextError(f"{key} is a folder: name the files in it, such as {path / '*.txt'}")
+        raise TextError(f"{key} is a folder: name the files in it, such as {path / '*.txt'}.")
     if os.path.isfile(path):
         if path.suffix.lower() not in _READERS:
             raise TextError(
-                f"{key} ends in {path.suffix or 'nothing'}: use one of {', '.join(FILE_SUFFIXES)}"
+                f"{key} ends in {path.suffix or 'nothing'}: use one of {', '.join(FILE_SUFFIXES)}."
             )
         return path.name, _READERS[path.suffix.lower()](path, field)
     if os.path.exists(path):
-        raise TextError(f"there is no file {key}, but a pipe or a device: name a file")
+        raise TextError(f"there is no file {key}, but a pipe or a device: name a file.")
     if (
         path.suffix.lower() in (*_READERS, *UNREAD_SUFFIXES)
         or path.is_absolute()
@@ -112,13 +112,14 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
 
 
 def _did_you_mean(path: Path) -> str:
+    """The end of the sentence that begins with the missing file."""
     if path.is_symlink():
-        return f": the link leads to {os.readlink(path)}, which is not there"
+        return f": the link leads to {os.readlink(path)}, which is not there."
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1) or difflib.get_close_matches(
         str(path), NAMED_SETS, n=1
     )
-    return f": did you mean {near[0]}?" if near else f": the named sets are {', '.join(NAMED_SETS)}"
+    return f": did you mean {near[0]}?" if near else f": the named sets are {', '.join(NAMED_SETS)}."
 
 
 def _read_plain(path: Path, field: str) -> Iterator[str]:
@@ -126,10 +127,10 @@ def _read_plain(path: Path, field: str) -> Iterator[str]:
         yield path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TextError(
-            f"{path} is not UTF-8 at byte {error.start}: convert it, as with iconv -t UTF-8"
+            f"{path} is not UTF-8 at byte {error.start}: convert it, as with iconv -t UTF-8."
         ) from error
     except OSError as error:
-        raise TextError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+        raise TextError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:
@@ -140,21 +141,21 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise TextError(
-                f"{path} line {number} is not JSON: one object a line, such as {{{field!r}: ...}}"
+                f"{path} line {number} is not JSON: one object a line, such as {{{field!r}: ...}}."
             ) from error
         if not isinstance(record, dict):
             raise TextError(
-                f"{path} line {number} holds a {type(record).__name__}, not an object with a {field!r}"
+                f"{path} line {number} holds a {type(record).__name__}, not an object with a {field!r}."
             )
         yield _text_field(record, field, f"{path} line {number}")
 
 
 def _text_field(record: dict, field: str, where: str) -> str:
     if field not in record:
-        raise TextError(f"{where} has no field {field!r}: choose one of {_listed(record)} as the text field")
+        raise TextError(f"{where} has no field {field!r}: choose one of {_listed(record)} as the text field.")
     if not isinstance(record[field], str):
         raise TextError(
-            f"{where}: field {field!r} holds a value of type {type(record[field]).__name__}, not text"
+            f"{where}: field {field!r} holds a value of type {type(record[field]).__name__}, not text."
         )
     return record[field]
 
@@ -170,16 +171,16 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise TextError(f"reading {path} needs pyarrow: pip install {requirement('data')}") from error
+        raise TextError(f"reading {path} needs pyarrow: `pip install {requirement('data')}`.") from error
     try:
         columns = parquet.read_schema(path).names
         if field not in columns:
             raise TextError(
-                f"{path} has no column {field!r}: choose one of {_listed(columns)} as the text field"
+                f"{path} has no column {field!r}: choose one of {_listed(columns)} as the text field."
             )
         values = parquet.read_table(path, columns=[field]).column(field)
     except (arrow.ArrowException, OSError) as error:
-        raise TextError(f"{path} is no readable parquet file: write it again, or give .jsonl") from error
+        raise TextError(f"{path} is no readable parquet file: write it again, or give .jsonl.") from error
     for number, value in enumerate(values.to_pylist()):
         yield _text_field({field: value}, field, f"{path} row {number}")
 
@@ -194,7 +195,7 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
     except ImportError as error:
         raise TextError(
             f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}; to read it from the hub: "
-            f"pip install {requirement('data')}"
+            f"`pip install {requirement('data')}`."
         ) from error
     name, _, rest = key.partition(":")
     config, _, split = rest.partition(":")
@@ -213,7 +214,7 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
     except Exception as error:  # `datasets` passes on any exception of its network and file layers
         raise TextError(
             f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}, and the hub did not give it "
-            f"({first_line(unreachable or error)}): check the name and the network, or give a file"
+            f"({first_line(unreachable or error)}): check the name and the network, or give a file."
         ) from error
 
 

@@ -54,7 +54,7 @@ def token_windows(
     """
     if seq_len < 2 or (num_samples is not None and num_samples < 1):
         raise TextError(
-            f"num_samples {num_samples} x seq_len {seq_len} holds no token to predict: at least 1 x 2"
+            f"num_samples {num_samples} x seq_len {seq_len} holds no token to predict: at least 1 x 2."
         )
     tokens = torch.tensor(_token_ids(text.text, tokenizer), dtype=torch.int64)
     check_holds_a_window(text, tokens.numel(), seq_len)
@@ -72,7 +72,7 @@ def check_holds_a_window(text: Text, tokens: int, seq_len: int) -> None:
     if tokens < seq_len:
         raise TextError(
             f"{text.name} holds {tokens} tokens and one window needs {seq_len}: lower --seq-len "
-            "(--context when scoring), or give more text"
+            "(--context when scoring), or give more text."
         )
 
 
@@ -184,7 +184,7 @@ def sample_self(
     start = end if tokenizer.bos_token_id is None else cast(int, tokenizer.bos_token_id)
     if start is None:
         raise TextError(
-            "the tokenizer has neither a start nor an end of text token to begin from: give a text file"
+            "the tokenizer has neither a start nor an end of text token to begin from: give a text file."
         )
     limit = min(SELF_TOKENS, getattr(model.config, "max_position_embeddings", None) or SELF_TOKENS)
     generator = torch.Generator(device=model.device).manual_seed(seed)
@@ -205,7 +205,7 @@ def sample_self(
         ]
         if not written:
             raise TextError(
-                "the model ends every text where it begins: calibrate on a file instead of `self`"
+                "the model ends every text where it begins: calibrate on a file instead of `self`."
             )
         documents += written
         found = len(_token_ids("\n\n".join(documents), tokenizer))

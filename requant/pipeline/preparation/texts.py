@@ -109,7 +109,7 @@ def _usual_text(name: str, field: str) -> Text:
     try:
         return read_text(name, field=field)
     except TextError as error:
-        raise TextError(f"{error}. It is read because no --calibration was given.") from error
+        raise TextError(f"{error} It is read because no --calibration was given.") from error
 
 
 def in_windows(

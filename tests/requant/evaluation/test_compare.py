@@ -99,7 +99,7 @@ def test_the_usual_text_is_that_of_the_original(
 
     def fail(name: str) -> None:
         asked.append(name)
-        raise TextError(f"{name} did not come")
+        raise TextError(f"{name} did not come.")
 
     monkeypatch.setattr("requant.evaluation.compare.read_text", fail)
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))

@@ -152,7 +152,7 @@ def test_optional_libraries_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(TextError, match=r"pip install .*\[data\]"):
         read_text(tmp_path / "a.parquet")
-    with pytest.raises(TextError, match=r"neither a file .* pip install .*\[data\]"):
+    with pytest.raises(TextError, match=r"neither a file .* `pip install .*\[data\]"):
         read_text("wikitext")
 
 

@@ -20,7 +20,7 @@ from ..plans import recipe_of
 
 def test_an_unreachable_default_says_why_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(key: str, _field: str) -> Iterator[str]:
-        raise TextError(f"{key} did not come")
+        raise TextError(f"{key} did not come.")
         yield
 
     monkeypatch.setattr("requant.text.sources._read_hub", unreachable)
@@ -28,7 +28,7 @@ def test_an_unreachable_default_says_why_it_is_read(tmp_path: Path, monkeypatch:
     for read, split in ((calibration_text, "train"), (evaluation_text, "test")):
         with pytest.raises(TextError, match=f"wikitext-2-raw-v1:{split} {reason}"):
             read(None, Recipe())
-    with pytest.raises(TextError, match=r"mine did not come$"):
+    with pytest.raises(TextError, match=r"mine did not come\.$"):
         calibration_text(None, on_text(Recipe(), "mine"))
     (tmp_path / "text.txt").write_text("some words")
     assert (
