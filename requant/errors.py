@@ -82,6 +82,12 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     return said.rstrip(".:")[:limit]
 
 
+def class_and_first_line(error: BaseException) -> str:
+    """`first_line` after the class of the error, which is named once."""
+    kind, said = type(error).__name__, first_line(error)
+    return said if said.partition(":")[0] == kind else f"{kind}: {said}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; torch raises a plain RuntimeError on the CPU and a class of its own on a GPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

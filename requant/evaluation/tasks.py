@@ -35,7 +35,15 @@ from typing import Any
 
 import yaml
 
-from requant.errors import InputError, RequantError, TextError, did_you_mean, first_line, is_out_of_memory
+from requant.errors import (
+    InputError,
+    RequantError,
+    TextError,
+    class_and_first_line,
+    did_you_mean,
+    first_line,
+    is_out_of_memory,
+)
 from requant.evaluation.perplexity import mean_difference
 from requant.extras import requirement
 from requant.inference.load import open_model
@@ -272,7 +280,7 @@ def _run(
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
         raise TextError(
-            f"lm-eval failed ({type(error).__name__}: {first_line(error)}); without a network give --task-data FOLDER."
+            f"lm-eval failed ({class_and_first_line(error)}); without a network give --task-data FOLDER."
         ) from error
     assert found is not None  # None is for ranks other than the first
     return found

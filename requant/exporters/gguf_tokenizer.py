@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from requant.checkpoint.header import read_json
-from requant.errors import InputError, first_line
+from requant.errors import InputError, class_and_first_line
 from requant.models.loading import load_tokenizer
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|%s|\s+(?!\S)|\s+"
@@ -38,7 +38,7 @@ def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
         _add(writer, folder, config, description)
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # the file is untrusted
         raise InputError(
-            f"{folder / 'tokenizer.json'} cannot be read ({type(error).__name__}: {first_line(error)}); "
+            f"{folder / 'tokenizer.json'} cannot be read ({class_and_first_line(error)}); "
             "download the checkpoint again, or export --to dense."
         ) from error
 

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from requant.checkpoint.read import VERIFY_CHECKSUMS
 from requant.checkpoint.validate import CheckpointHeader, check_depth, read_header
-from requant.errors import CheckpointError, InputError, RequantError, first_line
+from requant.errors import CheckpointError, InputError, RequantError, class_and_first_line
 from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
 from requant.models.experts import Experts
@@ -86,7 +86,7 @@ def load(
     except Exception as error:  # config.json is a stranger's: transformers may fail on it in any way
         raise CheckpointError(
             f"{path}: transformers cannot build the model of config.json "
-            f"({type(error).__name__}: {first_line(error)}); upgrade transformers, or download it again."
+            f"({class_and_first_line(error)}); upgrade transformers, or download it again."
         ) from error
     logger.info(
         "loaded %d quantized matrices from %s, %s", len(header.modules), path, model.hf_quantizer.provenance

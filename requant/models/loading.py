@@ -23,6 +23,7 @@ from requant.errors import (
     ModelError,
     NumericalError,
     RequantError,
+    class_and_first_line,
     did_you_mean,
     first_line,
     is_out_of_memory,
@@ -314,7 +315,7 @@ def check_runs(model: PreTrainedModel, linears: Collection[str] = ()) -> None:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}: {first_line(error)}); requant "
+            f"{type(model).__name__} does not run on tokens alone ({class_and_first_line(error)}); requant "
             "quantizes decoder-only causal LMs."
         ) from error
     finally:

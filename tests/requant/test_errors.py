@@ -2,7 +2,7 @@
 
 import pytest
 
-from requant.errors import first_line
+from requant.errors import class_and_first_line, first_line
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,15 @@ from requant.errors import first_line
 )
 def test_first_line(error: Exception, said: str) -> None:
     assert first_line(error) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("too wide."), "ValueError: too wide"),
+        (KeyError("foo"), "KeyError: 'foo'"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_the_class_is_named_once(error: Exception, said: str) -> None:
+    assert class_and_first_line(error) == said
