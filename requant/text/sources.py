@@ -124,7 +124,13 @@ def _did_you_mean(path: Path) -> str:
 
 def _read_plain(path: Path, field: str) -> Iterator[str]:
     try:
-        yield path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        # UTF-8 allows it, but no text has one; ASCII in UTF-16 without a mark of its byte order is full of them
+        if (nul := content.find(0)) >= 0:
+            raise TextError(
+                f"{path} holds a NUL byte at byte {nul}, as binary files and UTF-16 do: give a text in UTF-8."
+            )
+        yield content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path} is not UTF-8 at byte {error.start}: convert it, as with iconv -t UTF-8."

@@ -80,6 +80,8 @@ def test_the_demo_halves_are_long_and_apart():
     [
         ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n\n\t", "holds no text"),
+        ("zeros.txt", bytes(4096), "NUL byte at byte 0, .*: give a text in UTF-8"),
+        ("utf16.txt", "a few words".encode("utf-16-le"), "NUL byte at byte 1"),
         ("latin.txt", b"caf\xe9", "not UTF-8 at byte 3"),
         ("book.pdf", b"%PDF", r"ends in \.pdf: use one of \.txt"),
         ("field.jsonl", b'{"body": "x", "id": 1}\n', "choose one of 'body', 'id'"),
