@@ -9,7 +9,7 @@
     │   ├── CheckpointError      a damaged, foreign or hostile checkpoint
     │   └── OutputError          the output folder exists, or cannot be written
     │       └── WriteError       exit code 1: a disk that fills up, or fails, in the middle of a run
-    └── NumericalError           NaN or infinity in weights, gradients or statistics
+    └── NumericalError           NaN or infinity that a run meets: in gradients, statistics, logits
 
 A message is one sentence (two at most) that says what, where (layer, file, key), both values, and what to do.
 """

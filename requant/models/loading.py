@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant.errors import (
     CheckpointError,
     ModelError,
-    NumericalError,
     RequantError,
     class_and_first_line,
     did_you_mean,
@@ -337,11 +336,9 @@ def check_finite(model: nn.Module) -> None:
         least, most = stored.aminmax() if stored.numel() else (0.0, 0.0)  # abs() would copy it
         largest = max(-float(least), float(most))
         if not math.isfinite(largest):
-            raise NumericalError(
-                f"{name} holds NaN or infinity; the source model is damaged, download it again."
-            )
+            raise ModelError(f"{name} holds NaN or infinity; the source model is damaged, download it again.")
         if largest > torch.finfo(torch.float16).max:
-            raise NumericalError(
+            raise ModelError(
                 f"{name} holds {largest:.3g}, a weight beyond float16; the source model is damaged, download it again."
             )
 

@@ -12,7 +12,7 @@ import pytest
 
 import requant
 from requant.calibration.passes import mean_loss
-from requant.errors import NumericalError, RecipeError
+from requant.errors import ModelError, RecipeError
 from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.pipeline.planning.plan import make_plan
@@ -167,7 +167,7 @@ def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_t
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(NumericalError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
+    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
         prepare(str(tmp_path), on_text(recipe_of("rtn"), tiny_text_file))
 
 
