@@ -32,7 +32,7 @@ from requant.models.aliases import ALIASES
 from requant.models.config_checks import check_depth, check_end_tokens, check_quantization_config
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.named_outputs import with_named_outputs
-from requant.models.prequantized import FORMATS, check_stored, float_dtype, float_state
+from requant.models.prequantized import FORMATS, check_no_codes, check_stored, float_dtype, float_state
 from requant.models.safetensors_header import read_tensors
 from requant.models.weight_files import WEIGHT_FILES, weight_files
 
@@ -83,6 +83,7 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
             len(left),
             left[0],
         )
+    check_no_codes(path, model)
     if moved:
         model.to(device)
     model.eval().requires_grad_(False)

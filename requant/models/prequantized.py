@@ -126,6 +126,33 @@ def float_state(folder: str) -> tuple[dict[str, Any], torch.dtype]:
     return state, float_dtype(_config(folder))
 
 
+def check_no_codes(path: str, model: Any) -> None:
+    """Raise ModelError where the files in `path` hold integers, without scales that are applied here, for what the loaded
+    `model` holds as floats: transformers casts such codes without a word."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    codes = {
+        name: tensor.dtype
+        for name, tensor in float_view(path).items()
+        if tensor.scales is None and not tensor.dtype.is_floating_point
+    }
+    if not codes:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            stored = revert_weight_conversion(model, {name: parameter})
+            # some files name the tensors of the body without its prefix ("h.0..." of GPT-2)
+            names = (
+                each for own in stored for each in (own, own.removeprefix(f"{model.base_model_prefix}."))
+            )
+            if (found := next((each for each in names if each in codes), None)) is not None:
+                kind = str(codes[found]).removeprefix("torch.")
+                raise ModelError(
+                    f"{path}: {found[:80]} is stored as {kind}, codes without the scales to read them by; give the "
+                    "original in floats, FP8 or MXFP4."
+                )
+
+
 class _Pending:
     """Stands in a state dict for a tensor that is not read yet."""
 

@@ -69,6 +69,38 @@ def test_missing_weights_are_not_made_up(copy: Path) -> None:
         load_model(str(copy), device="cpu", dtype="auto")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_codes_are_not_taken_for_floats(copy: Path, dtype: str) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(
+        tensors | {name: tensors[name].to(getattr(torch, dtype))},
+        copy / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight is stored as {dtype}, codes"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
+def test_codes_under_older_names_are_found_and_masks_are_not(tiny_folder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder("gpt2"), tmp_path / "copy"))
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()  # as in GPT-2's own files
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(str(folder), device="cpu", dtype="auto")
+    name = "h.1.mlp.c_fc.weight"
+    save_file(
+        tensors | {name: tensors[name].to(torch.int8)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=r"copy: h\.1\.mlp\.c_fc\.weight is stored as int8, codes without"):
+        load_model(str(folder), device="cpu", dtype="auto")
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
