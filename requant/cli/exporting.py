@@ -17,14 +17,14 @@ def export(
         str,
         typer.Option(
             help="dense, compressed-tensors, gguf, or a program: vllm, transformers, llama.cpp.",
-            autocompletion=opt.values(
-                "dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp"
-            ),
+            autocompletion=opt.values(*opt.EXPORTS),
+            callback=opt.known_export,
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")
+        str,
+        typer.Option(help="float32, bfloat16, float16, or auto: the model's own.", callback=opt.known_dtype),
     ] = "auto",
     as_json: opt.AsJson = False,
 ) -> None:

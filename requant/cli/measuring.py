@@ -106,12 +106,13 @@ def bench(
     as_json: opt.AsJson = False,
 ) -> None:
     """Tokens per second and memory of a model."""
+    batches = _batches(batch)  # before the imports that take seconds
     with importing():
         from requant.evaluation import bench
 
     log_to_stderr(verbose=False)
     rows = bench.bench(
-        checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+        checkpoint, reference=reference, batches=batches, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
         device=device, dtype=dtype, compiled=compile, autotune=autotune,
     )  # fmt: skip
     print(

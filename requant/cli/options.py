@@ -7,6 +7,7 @@ reads.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+
+from requant.errors import InputError, did_you_mean
 
 RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
@@ -43,6 +46,35 @@ def shipped_recipes(incomplete: str) -> list[str]:
     from requant.recipe.shipped import available_recipes
 
     return values(*available_recipes())(incomplete)
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# what `requant export --to` takes: targets, then programs
+EXPORTS = ("dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp")
+
+
+# Callbacks of options run before the imports of a command. Python users are refused in the same words, further down.
+
+
+def known_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise InputError(f"--dtype {name} is unknown; give {', '.join(DTYPES)}.")
+    return name
+
+
+def known_device(name: str) -> str:
+    """Whether the device is here is for torch to say."""
+    if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", name):
+        raise InputError(f"--device {name} is unknown; give auto, cpu, cuda or cuda:NUMBER.")
+    return name
+
+
+def known_export(name: str) -> str:
+    if name not in EXPORTS:
+        raise InputError(
+            f"--to {name} is unknown{did_you_mean(name, EXPORTS)}; there are: {', '.join(EXPORTS)}."
+        )
+    return name
 
 
 Model = Annotated[
@@ -112,7 +144,11 @@ Output = Annotated[
 ]
 Device = Annotated[
     str,
-    of_run(help="cpu, cuda, or auto: the GPU if there is one.", autocompletion=values("auto", "cpu", "cuda")),
+    of_run(
+        help="cpu, cuda, or auto: the GPU if there is one.",
+        autocompletion=values("auto", "cpu", "cuda"),
+        callback=known_device,
+    ),
 ]
 GpuMemory = Annotated[
     str | None,
@@ -125,7 +161,8 @@ Dtype = Annotated[
     str,
     of_run(
         help="float32, bfloat16, float16, or auto: float32 on the CPU.",
-        autocompletion=values("auto", "float32", "bfloat16", "float16"),
+        autocompletion=values(*DTYPES),
+        callback=known_dtype,
     ),
 ]
 Resume = Annotated[
