@@ -111,31 +111,40 @@ class Exchange:
     ) -> None:
         """All that was given for some matrices, which is dropped then."""
         own, messages, operations = ranks.rank(), list[_Message](), list[dist.P2POp]()
-        received: dict[tuple[int, int], Tensor] = {}
-        for source, manifest in enumerate(manifests):
-            for tag, (owner, dtype, indices) in enumerate(manifest.messages(names, self.owners)):
-                if source == owner == own:
-                    received |= {(source, index): different[index] for index in indices}
-                elif source == own:
-                    sent = torch.cat([different[index].reshape(-1) for index in indices])
-                    operations.append(dist.P2POp(dist.isend, sent, owner, tag=tag))
-                elif owner == own:
-                    shapes = {index: manifest.tensors[index][0] for index in indices}
-                    messages.append(_Message.to_receive(source, shapes, dtype))
-                    operations.append(dist.P2POp(dist.irecv, messages[-1].content, source, tag=tag))
+        for source, owner, tag, dtype, indices in self._transfers(names, manifests):
             if source == own:
-                for index in {index for _, indices in manifest.of(names) for index in indices}:
-                    received.setdefault((source, index), different.pop(index))
-        if operations:
-            with ranks.communicating():
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
+                sent = torch.cat([different[index].reshape(-1) for index in indices])
+                operations.append(dist.P2POp(dist.isend, sent, owner, tag=tag))
+            elif owner == own:
+                shapes = {index: manifests[source].tensors[index][0] for index in indices}
+                messages.append(_Message.to_receive(source, shapes, dtype))
+                operations.append(dist.P2POp(dist.irecv, messages[-1].content, source, tag=tag))
+        given_here = {index for _, indices in manifests[own].of(names) for index in indices}
+        here = {(own, index): different.pop(index) for index in given_here}
+        _wait_for(operations)
         for message in messages:
-            received |= message.tensors()
+            here |= message.tensors()
         for source, manifest in enumerate(manifests):
             for name, indices in manifest.of(names):
                 if self.owners[name] == own:
-                    self.use(name, *(received[source, index] for index in indices))
+                    self.use(name, *(here[source, index] for index in indices))
+
+    def _transfers(
+        self, names: set[str], manifests: Sequence["_Manifest"]
+    ) -> Iterator[tuple[int, int, int, str, list[int]]]:
+        """Source, owner, tag, dtype and indices of every message from rank to rank, in the same order on every rank."""
+        for source, manifest in enumerate(manifests):
+            for tag, (owner, dtype, indices) in enumerate(manifest.messages(names, self.owners)):
+                if owner != source:
+                    yield source, owner, tag, dtype, indices
+
+
+def _wait_for(operations: list[dist.P2POp]) -> None:
+    """Start all at once, and wait until each is done."""
+    if operations:
+        with ranks.communicating():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
 
 @dataclass(frozen=True)
