@@ -4,7 +4,7 @@
 
 Used from 65 tokens on, for tall matrices from 33. The kernel is that of `gemm_sm90.py`. Byte sums have ten bits, of which
 eight are kept: an error of 6e-5 of the weights' variance. Activations are rounded by as much; `rounding.py` says which
-matrices bear that.
+matrices tolerate that.
 
 Activations are rotated to float16, in the form that matrices of more bits next to this one read, and quantized in a launch
 of its own, which arranges them as the product reads them: of every 64 columns, lane `4 g + t` multiplies the 16 of tile t,
@@ -28,7 +28,7 @@ from requant_kernels.trellis.gemm_sm90_launch import ALONE, PdlPosition
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
-from requant_kernels.trellis.rounding import bears_8_bits, is_coarse
+from requant_kernels.trellis.rounding import is_coarse, tolerates_8_bits
 
 # With fewer, decoding takes most of the time, and quantizing activations 1 to 3 us. At 128 tokens the products of an 8B
 # block take 16 % less (`pair`, `gemm-int8-h200.json`). At 64 only gate and up do (`gemm-int8-trials-h200.json`), which share
@@ -83,7 +83,7 @@ def suits(code: str, bits: float, n: int, k: int, num_tokens: int) -> bool:
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
     """What int8 suits, if both sides are rotated."""
-    return suits(layout.code, layout.bits, layout.n, layout.k, num_tokens) and bears_8_bits(layout)
+    return suits(layout.code, layout.bits, layout.n, layout.k, num_tokens) and tolerates_8_bits(layout)
 
 
 def gemm_int8(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:

@@ -31,7 +31,7 @@ from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
-from requant_kernels.trellis.rounding import bears_8_bits
+from requant_kernels.trellis.rounding import tolerates_8_bits
 
 MIN_HIGH_BYTES_TOKENS = 5  # up to four, high and low bytes fit in the columns of one MMA
 
@@ -101,7 +101,7 @@ def rotate_activations(x: Tensor, layout: TrellisLayout, *, asm: bool = True) ->
 
 def reads_high_bytes(layout: TrellisLayout, num_tokens: int) -> bool:
     """Whether the product leaves out the low bytes of its activations."""
-    return num_tokens >= MIN_HIGH_BYTES_TOKENS and bears_8_bits(layout)
+    return num_tokens >= MIN_HIGH_BYTES_TOKENS and tolerates_8_bits(layout)
 
 
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:

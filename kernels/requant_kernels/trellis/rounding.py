@@ -30,7 +30,7 @@ def is_coarse(code: str, bits: float) -> bool:
     return CODES[code].byte_sums and bits <= MAX_BITS
 
 
-def bears_8_bits(layout: TrellisLayout) -> bool:
+def tolerates_8_bits(layout: TrellisLayout) -> bool:
     """Whether activations of 8 bits lose little: for coarse codes with both rotations, so for no head."""
     return (
         is_coarse(layout.code, layout.bits)
