@@ -177,6 +177,9 @@ def cli(
     """`cli("quantize", "--bits", 3)`: exit code, stdout and stderr of the command line, in this process."""
     from requant.cli import main
 
+    # the command sets it for its process, which here goes on
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["requant", *map(str, arguments)])
         capsys.readouterr()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,8 @@ def test_without_requant_transformers_stops(saved) -> None:
         f"AutoModelForCausalLM.from_pretrained({str(saved('kmeans', 'llama'))!r})\n"
         "print('loaded')\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert run.returncode != 0 and "loaded" not in run.stdout
     assert "RuntimeError" in run.stderr and "ignore_mismatched_sizes" in run.stderr
     assert "Unknown quantization type, got requant" in run.stderr
