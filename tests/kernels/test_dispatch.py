@@ -384,6 +384,16 @@ def test_the_rule_of_several_matrices_fits_all_of_them() -> None:
                     )
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_the_kernel_takes_what_the_rule_of_several_matrices_gives(code: str) -> None:
+    for sizes, m in itertools.product(((4096, 1024), (14336, 14336), (512, 64)), (1, 8, 16)):
+        shapes = [Shape(code, bits, n, 4096, m) for bits, n in zip((2, 3), sizes, strict=True)]
+        for shape, config in zip(
+            shapes, trellis_gemv_launch.trellis_group(shapes, torch.device("cpu")), strict=True
+        ):
+            gemv_constants(code, round(4 * shape.bits), 1, config, m, 64)
+
+
 def test_steps_of_the_rule_are_parts_of_a_section() -> None:
     for four in range(4, 17):
         for n in (512, 2048, 4096, 8192, 14336, 28672, 128256):

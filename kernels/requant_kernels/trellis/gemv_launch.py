@@ -31,11 +31,13 @@ def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
     """A step of all warps stays within a Hadamard tile of 4096 columns."""
     n, k, bits, m = shape.n, shape.k, shape.bits, shape.m_bucket
     whole = bits == int(bits)  # with quarter bits a unit is up to four groups
-    if m == 1 and bits <= 4 and CODES[shape.format].byte_sums:
+    byte_sums = CODES[shape.format].byte_sums
+    if m == 1 and bits <= 4 and byte_sums:
         return trellis_one_token(shape, device)
-    if m == 8 and CODES[shape.format].byte_sums:
+    if m == 8 and byte_sums:
         return trellis_eight_tokens(shape, device)
-    small = n <= (4096 if k >= 8192 and m > 1 else 2048)
+    many_columns = k >= 8192 and not (m == 1 and byte_sums)
+    small = n <= (4096 if many_columns else 2048) and m != 8
     return TrellisGemvConfig(
         num_warps=16 if small else 8,
         tiles_per_cta=1 if small or m > 8 or bits > 4 else 2,
