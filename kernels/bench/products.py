@@ -5,10 +5,11 @@
 `tune.py` times whole layers. A fused step multiplies what the norm before it has rotated, and a budget gives the matrices of
 a block several widths, which one launch multiplies (`trellis/gemv_group.py`). The cases are those of a model's shape at 2, 3
 and 4 bits in mode `best`, and its heads in bands. Every launch is compiled first, in parallel, then timed with cold caches
-in a CUDA graph; a row has the times of all, the rule's marked.
+in a CUDA graph; a row has the times of all, the rule's marked, and why a launch has none.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,13 +18,15 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel  # pyright: ignore[reportMissingImports]
+from requant_kernels.autotune import RESULT_TOLERANCE, copies_of
 from requant_kernels.common.device import H200_SMS
-from requant_kernels.common.timing import cold_time, copies_needed
+from requant_kernels.common.timing import cold_time
 from requant_kernels.dispatch import dispatch, dispatch_group
+from requant_kernels.launch_config import Shape, m_bucket
 from requant_kernels.random_layouts import random_layout
 from requant_kernels.trellis import gemv, gemv_group
-from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
-from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, launch_of
+from requant_kernels.trellis.layout import TILE, TrellisLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +91,24 @@ LAUNCHES = [  # warps, tiles a CTA, k64 a step
 
 
 def layouts_of(case: Case, *, rows: int | None = None) -> list[TrellisLayout]:
-    """Random matrices; `rows`: of each, in place of the case's."""
+    """Random matrices; `rows`: of each, instead of the case's."""
     found: list[Any] = [random_layout(case.code, bits, rows or n, case.k) for bits, n in case.parts]
     return [replace(own, rotates_output=not case.head, input_scales=found[0].input_scales) for own in found]
 
 
 def configs_of(
-    case: Case, launch: tuple[int, int, int], cap: int | None, early: bool
+    case: Case,
+    tokens: int,
+    launch: tuple[int, int, int],
+    *,
+    cap: int | None = None,
+    early_trigger: bool = False,
 ) -> list[TrellisGemvConfig]:
+    shapes = [Shape(case.code, bits, n, case.k, m_bucket(tokens)) for bits, n in case.parts]
     return [
-        TrellisGemvConfig(
-            num_warps=launch[0], tiles_per_cta=launch[1], max_ctas_per_sm=cap, pdl_trigger_early=early,
-            units_per_step=max(1, launch[2] // k64_per_unit(round(4 * bits))),
-        )
-        for bits, _ in case.parts
-    ]  # fmt: skip
+        replace(launch_of(shape, *launch, max_ctas_per_sm=cap), pdl_trigger_early=early_trigger)
+        for shape in shapes
+    ]
 
 
 def rule_of(layouts: list[TrellisLayout], tokens: int) -> list[TrellisGemvConfig]:
@@ -129,52 +135,60 @@ def input_of(case: Case, layouts: list[TrellisLayout], tokens: int) -> Any:
 
 def compile_once(case: Case, launch: tuple[int, int, int] | None, tokens: int) -> None:
     layouts = layouts_of(case, rows=512)
-    configs = rule_of(layouts_of(case), tokens) if launch is None else configs_of(case, launch, None, False)
+    configs = rule_of(layouts_of(case), tokens) if launch is None else configs_of(case, tokens, launch)
     multiply(layouts, configs, input_of(case, layouts, tokens), head=case.head)
 
 
-def copies_of(layouts: list[TrellisLayout]) -> list[list[TrellisLayout]]:
-    stored = sum(own.packed_codes.numel() * 4 for own in layouts)
-    return [layouts] + [
-        [replace(own, packed_codes=own.packed_codes.clone()) for own in layouts]
-        for _ in range(copies_needed(stored) - 1)
-    ]
+class Measurement:
+    """Times of one case's launches, each of which must give the rule's results."""
 
+    def __init__(self, case: Case, tokens: int) -> None:
+        layouts = layouts_of(case)
+        self.case, self.tokens, self.x = case, tokens, input_of(case, layouts, tokens)
+        self.copies = [list(own) for own in zip(*map(copies_of, layouts), strict=False)]
+        self.rule = rule_of(layouts, tokens)
+        self.wanted = self._result(self.rule)
 
-def time_of(
-    copies: list[list[TrellisLayout]], configs: Sequence[TrellisGemvConfig], x: Any, head: bool
-) -> float | None:
-    """Microseconds; None for a launch that the GPU does not take."""
-    try:
-        calls = [lambda own=own: multiply(own, configs, x, head=head) for own in copies]
-        return round(cold_time(calls, replays=5).median, 2)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        torch.cuda.synchronize()
-        return None
+    def _result(self, configs: Sequence[TrellisGemvConfig]) -> torch.Tensor:
+        found: Any = multiply(self.copies[0], configs, self.x, head=self.case.head)
+        return found.float() if isinstance(found, torch.Tensor) else torch.cat(found, 1)
+
+    def of(self, configs: Sequence[TrellisGemvConfig]) -> dict[str, Any]:
+        """`us`, or the `error` of a launch that the GPU does not take."""
+        try:
+            distance = (self._result(configs) - self.wanted).norm() / self.wanted.norm()
+            if not distance < RESULT_TOLERANCE:
+                return {"error": f"its results are off by {distance:.1e}"}
+            calls = [
+                lambda own=own: multiply(own, configs, self.x, head=self.case.head) for own in self.copies
+            ]
+            return {"us": round(cold_time(calls, replays=5).median, 2)}
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # too many registers, or sums that warps cannot divide: its row says so
+            torch.cuda.synchronize()
+            return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 
 def measure(case: Case, tokens: int) -> dict[str, Any]:
-    copies = copies_of(layouts_of(case))
-    x = input_of(case, copies[0], tokens)
-    rule = rule_of(copies[0], tokens)
-    found: list[dict[str, Any]] = [{"rule": True, "us": time_of(copies, rule, x, case.head)}]
-    plain = []
-    for launch in LAUNCHES:
-        us = time_of(copies, configs_of(case, launch, None, False), x, case.head)
-        if us is not None:
-            plain.append((us, launch))
-            found.append({"launch": launch, "us": us})
-    for _, launch in sorted(plain)[:3]:
+    measured = Measurement(case, tokens)
+    found: list[dict[str, Any]] = [{"rule": True} | measured.of(measured.rule)]
+    found += [{"launch": launch} | measured.of(configs_of(case, tokens, launch)) for launch in LAUNCHES]
+    for row in sorted((row for row in found[1:] if "us" in row), key=lambda row: row["us"])[:3]:
+        launch = row["launch"]
         ctas = sum(-(-n // (TILE * launch[1])) for _, n in case.parts)
         caps = [None, *(cap for cap in (-(-ctas // H200_SMS), -(-2 * ctas // H200_SMS)) if cap <= 8)]
-        for cap, early in ((cap, early) for cap in caps for early in (False, True)):
-            if cap is not None or early:
-                us = time_of(copies, configs_of(case, launch, cap, early), x, case.head)
-                found.append({"launch": launch, "cap": cap, "early": early, "us": us})
-    found.sort(key=lambda row: row["us"] or 1e9)
-    return asdict(case) | {"tokens": tokens, "launches": found, "rule": [asdict(own) for own in rule]}
+        for cap, early_trigger in itertools.product(caps, (False, True)):
+            if cap is not None or early_trigger:
+                configs = configs_of(case, tokens, launch, cap=cap, early_trigger=early_trigger)
+                own = {"launch": launch, "cap": cap, "early_trigger": early_trigger}
+                found.append(own | measured.of(configs))
+    found.sort(key=lambda row: row.get("us", 1e9))
+    return asdict(case) | {
+        "tokens": tokens,
+        "launches": found,
+        "rule": [asdict(own) for own in measured.rule],
+    }
 
 
 def main() -> None:
@@ -195,7 +209,7 @@ def main() -> None:
             rows.append(measure(case, tokens))
             best = rows[-1]["launches"]
             mine = next(row for row in best if "rule" in row)
-            print(f"{case.code} {case.parts} {tokens}: rule {mine['us']}, best {best[:4]}", flush=True)
+            print(f"{case.code} {case.parts} {tokens}: {mine}, best {best[:4]}", flush=True)
             about = {"device": torch.cuda.get_device_name(), "unit": "microseconds"}
             args.out.write_text(json.dumps({"about": about, "rows": rows}) + "\n", encoding="utf-8")
 
