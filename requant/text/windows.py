@@ -119,8 +119,8 @@ def _parts(text: str, encoded: Callable[[list[str]], list[int]]) -> list[str]:
     """
     parts: list[str] = []
     first = 0
-    for place in range(PART, len(text) - PART // 2, PART):
-        if (line := LINE_START.search(text, place, place + PART // 2)) is None:
+    for start in range(PART, len(text) - PART // 2, PART):
+        if (line := LINE_START.search(text, start, start + PART // 2)) is None:
             continue
         cut = line.end()
         before, after = text[cut - AROUND : cut], text[cut : cut + AROUND]

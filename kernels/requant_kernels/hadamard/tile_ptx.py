@@ -153,7 +153,7 @@ class TileBuilder(PtxBuilder):
     ) -> list[str]:  # fmt: skip
         """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
         four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads, then
-        those of the high bytes alone if `smem` has room for their sums.
+        those of the high bytes alone if `smem` has words for their sums.
 
         `smem`: 16 words of shared memory each for the warps' largest values, their sums, and optionally the high bytes'.
         """
