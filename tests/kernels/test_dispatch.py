@@ -10,7 +10,7 @@ import pytest
 import torch
 from requant_kernels import Layout, TrellisLayout, dispatch, launch_tables, pack_trellis
 from requant_kernels.common import occupancy
-from requant_kernels.common.device import SM90_VARIABLE, supports_pdl
+from requant_kernels.common.device import H200_SMS, SM90_VARIABLE, supports_pdl
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
 from requant_kernels.launch_tables import read_table, write_table
@@ -342,7 +342,7 @@ def test_a_damaged_or_old_cache_is_said_once_and_not_used(
     [
         (4096, 4096, 2.25, (16, 2, 1)), (4096, 4096, 2, (16, 2, 4)), (14336, 4096, 2.5, (16, 7, 1)),
         (2048, 2048, 2, (16, 1, 2)), (8192, 8192, 2.25, (8, 2, 2)), (28672, 8192, 1.75, (4, 2, 2)),
-        (28672, 8192, 2, (8, 2, 2)), (4096, 14336, 2, (16, 2, 2)), (128256, 4096, 3.75, (4, 2, 2)),
+        (28672, 8192, 2, (8, 2, 2)), (4096, 14336, 2, (8, 1, 4)), (128256, 4096, 3.75, (4, 2, 2)),
         (8192, 2048, 2.25, (8, 2, 1)), (8192, 2048, 2, (16, 4, 1)), (3072, 2048, 2, (16, 2, 2)),
     ],
 )  # fmt: skip
@@ -350,6 +350,24 @@ def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch:
     """Of `mul1`, what was measured on an H200, or within 6 % of it."""
     found = trellis_gemv_launch.trellis_one_token(Shape("mul1", bits, n, k, 1), torch.device("cpu"))
     assert (found.num_warps, found.tiles_per_cta, found.units_per_step) == launch
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "tokens", "cap"),
+    [
+        (4096, 4096, 3, 1, 1), (4096, 14336, 3.25, 1, 2), (2048, 8192, 2.25, 1, 1), (4096, 4096, 2, 8, 1),
+        (4096, 14336, 4.25, 8, 1), (2048, 2048, 4, 8, 1), (2048, 8192, 4.25, 8, 1), (16384, 2048, 3, 8, 4),
+        (14336, 4096, 3, 1, None), (2048, 2048, 3, 8, None), (28672, 4096, 3, 8, None),
+    ],
+)  # fmt: skip
+def test_ctas_of_few_rows_are_spread_over_the_sms(
+    n: int, k: int, bits: float, tokens: int, cap: int | None
+) -> None:
+    """In a step they start while others still run: without a cap they share the SMs that are free first."""
+    shape = Shape("mul1", bits, n, k, tokens)
+    found: Any = trellis_gemv_launch.trellis_gemv(shape, torch.device("cpu"))
+    assert found.max_ctas_per_sm == cap
+    assert cap is None or -(-n // (16 * found.tiles_per_cta)) <= cap * H200_SMS
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -12,8 +12,9 @@ from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
 from requant_kernels.trellis.rounding import MAX_BITS
 
-# CTAs of four warps an SM: registers allow hardly more
-MOST_CTAS = 8
+# A cap helps where all CTAs of four warps would fit on fewer SMs than there are. Of more than these an SM, registers hold
+# some back anyway.
+MOST_CTAS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +64,39 @@ def even_cap(ctas: int, device: torch.device) -> int | None:
 
 
 def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
-    """`mul1` or `pair`, at most 4 bits: one CTA of 16 warps per SM as long as that covers all tiles; with up to 4096 columns
-    each CTA rotates the token itself (`trellis/fused_hadamard.py`). Otherwise CTAs of two tiles."""
+    """`mul1` or `pair`, at most 4 bits. Few rows: with up to 4096 columns one CTA of 16 warps per SM, which rotates the
+    token itself (`trellis/fused_hadamard.py`); with more, one tile for every CTA of eight. Otherwise CTAs of two tiles."""
     n, k, bits = shape.n, shape.k, shape.bits
     whole = bits == int(bits)
     tiles = next((count for count in (1, 2, 4, 7) if n <= ROWS * count * num_sms(device)), None)
     if tiles is None or (k > 4096 and tiles > 2):
         return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
-    short_of_columns = tiles > 2 and k < 1024 * k64_per_unit(round(4 * bits))
-    uneven = tiles == 2 and k > 4096 and not whole  # 16 warps would have few units, and not as many each
-    if short_of_columns or uneven:
+    if tiles > 2 and k < 1024 * k64_per_unit(round(4 * bits)):  # 16 warps would have too few columns
         return launch_of(shape, 8, 2, 1)
-    if not whole or tiles > 2:
+    if k > 4096:
+        return launch_of(shape, 8, 1, 4, max_ctas_per_sm=ctas_per_sm(-(-n // ROWS), device))
+    if tiles > 2:
         return launch_of(shape, 16, tiles, 1)
-    return launch_of(shape, 16, tiles, 4 if tiles == 2 and k <= 4096 and bits <= 3 else 2)
+    return launch_of(shape, 16, tiles, 4 if whole else 1, max_ctas_per_sm=1)
 
 
 def trellis_eight_tokens(shape: Shape, device: torch.device) -> TrellisGemvConfig:
-    """`mul1` or `pair`: CTAs of 16 warps and two tiles, if each has an SM; of four warps where there are several CTAs an SM
-    (`eval/results/products-h200.json`)."""
-    ctas = -(-shape.n // (2 * ROWS))
-    if ctas > 2 * num_sms(device):
-        return launch_of(shape, 4, 2, 4, max_ctas_per_sm=even_cap(ctas, device))
-    if ctas <= num_sms(device) and shape.k <= 4096:
-        return launch_of(shape, 16, 2, 4 if shape.bits <= 3 else 1)
-    return launch_of(shape, 8, 2, 2)
+    """`mul1` or `pair`: one CTA per SM if the rows are few, of four warps where there are several CTAs an SM
+    (`eval/results/step-launches-h200.json`)."""
+    tiles, coarse = -(-shape.n // ROWS), shape.bits <= MAX_BITS
+    if tiles > 4 * num_sms(device):
+        return launch_of(shape, 4, 2, 4, max_ctas_per_sm=even_cap(-(-tiles // 2), device))
+    if tiles > 2 * num_sms(device):
+        return launch_of(shape, 8, 2, 2)
+    if tiles > num_sms(device):
+        if shape.k > 4096:
+            return launch_of(shape, 8, 2, 4, max_ctas_per_sm=1)
+        return launch_of(shape, 16, 2, 4 if coarse else 1, max_ctas_per_sm=1)
+    if coarse:
+        return launch_of(shape, 8, 2, 4)
+    if shape.k > 4096:
+        return launch_of(shape, 16, 1, 4, max_ctas_per_sm=1)
+    return launch_of(shape, 8, 1, 2, max_ctas_per_sm=1)
 
 
 def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
@@ -106,10 +115,11 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
         launch = 8, 1, 2 if bits <= 4 else 1
     elif ctas(2) > 2 * num_sms(device):
         four_tiles = two_a_hash and m == 1 and ctas(4) > 3 * num_sms(device)
+        four_tiles |= m == 8 and bits > MAX_BITS and k <= 2048
         launch = (4, 4, 2) if four_tiles else (4, 2, 4 if bits <= 5 else 2)
         cap = even_cap(ctas(launch[1]), device)
     elif k < 1024 * widest_unit:  # some of 16 warps would have no columns
-        launch = (8, 1, 4) if k >= 512 * widest_unit else (4, 2, 4)
+        launch = (8, 2, 2) if k >= 512 * widest_unit else (4, 2, 4)
     elif bits > 4:
         launch = 8, 1, 4 if m == 1 else 1
     elif m == 1 and resident is not None:
