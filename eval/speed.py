@@ -57,8 +57,8 @@ from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
-from requant.recipe.options import parse_size
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
+from requant.recipe.sizes import parse_size
 from requant.recipe.yaml_files import dump_recipe, to_dict
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import quantize_linears

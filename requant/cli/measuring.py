@@ -46,11 +46,11 @@ def evaluate(
         _refuse_with(
             "--tasks", {"--text": text, "--context": context, "--windows": windows, "--reference": reference}
         )
+        names = _task_names(tasks)  # before the imports that take seconds
         with importing():
             from requant.evaluation.tasks import evaluate_tasks, score_rows
 
         log_to_stderr(verbose=False)
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
         scores = evaluate_tasks(
             models, names, data=task_data, limit=limit, device=device, dtype=dtype, quiet=quiet
         )
@@ -76,6 +76,16 @@ def evaluate(
         return
     print(rows[0].quality.protocol)
     print(table([row.cells() for row in rows]))
+
+
+def _task_names(text: str) -> list[str]:
+    """Whether there are such tasks is for lm-eval to say."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError("--tasks names no task; give lm-eval's names, separated by commas.")
+    if blank := [name for name in names if len(name.split()) > 1]:
+        raise InputError(f"--tasks {blank[0]} has blanks in it; separate lm-eval's names by commas.")
+    return names
 
 
 def _refuse_with(what: str, options: Mapping[str, object]) -> None:

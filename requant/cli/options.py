@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from requant.errors import InputError, did_you_mean
+from requant.recipe.sizes import parse_size
 
 RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
@@ -53,7 +54,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXPORTS = ("dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp")
 
 
-# Callbacks of options run before the imports of a command. Python users are refused in the same words, further down.
+# Callbacks and parsers run before the imports of a command. Python users are refused in the same words, further down.
 
 
 def known_dtype(name: str) -> str:
@@ -75,6 +76,10 @@ def known_export(name: str) -> str:
             f"--to {name} is unknown{did_you_mean(name, EXPORTS)}; there are: {', '.join(EXPORTS)}."
         )
     return name
+
+
+def gpu_memory_bytes(size: str) -> int:
+    return parse_size(size, "--gpu-memory")
 
 
 Model = Annotated[
@@ -151,9 +156,11 @@ Device = Annotated[
     ),
 ]
 GpuMemory = Annotated[
-    str | None,
+    int | None,
     of_run(
         "--gpu-memory",
+        metavar="TEXT",
+        parser=gpu_memory_bytes,
         help="Most memory that the run may take of each GPU: 24GB. A dry run plans for a GPU of that size. [all]",
     ),
 ]

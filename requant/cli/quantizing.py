@@ -148,21 +148,20 @@ def _request(
     given: dict[str, Any],
     *,
     device: str,
-    gpu_memory: str | None,
+    gpu_memory: int | None,
     output: Path | None,
 ) -> _Request:
     """The request of a recipe and the options that were `given` beside it. Raises RecipeError, InputError."""
     with importing():
-        from requant.recipe.options import output_folder, parse_size, recipe_from_options
+        from requant.recipe.options import output_folder, recipe_from_options
 
-    limit = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     chosen = recipe_from_options(recipe, model=model, gpu=device.startswith("cuda"), **given)
     if given["target"] is not None:
         from requant.pipeline.preparation.readable import check_readable
 
         check_readable(chosen, given["target"])
     folder = (output if output is not None else output_folder(chosen)).expanduser()
-    return _Request(recipe=chosen, device=device, gpu_memory=limit, folder=folder)
+    return _Request(recipe=chosen, device=device, gpu_memory=gpu_memory, folder=folder)
 
 
 def _chosen_device(device: str, gpus: int | None, *, dry_run: bool) -> str:

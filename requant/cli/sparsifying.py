@@ -75,13 +75,13 @@ def sparsify(
     with importing():
         from requant import progress
         from requant.models.devices import current_gpu, limit_gpu_memory, pick_device
-        from requant.recipe.options import output_folder, parse_size, sparsify_recipe
+        from requant.recipe.options import output_folder, sparsify_recipe
 
     log_to_stderr(verbose)
     log_to_file(log_file)
     own_device = pick_device(device)
     if gpu_memory is not None:
-        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), own_device)
+        limit_gpu_memory(gpu_memory, own_device)
     chosen = sparsify_recipe(
         recipe,
         model=model,

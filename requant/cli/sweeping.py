@@ -7,6 +7,7 @@ from typing import Annotated, Unpack
 
 from requant.cli import options as opt
 from requant.cli.common import importing, log_to_file, log_to_stderr, sigterm_interrupts, table
+from requant.recipe.sizes import parse_budgets
 
 
 def sweep(
@@ -32,17 +33,17 @@ def sweep(
     **options: Unpack[opt.QuantizeOptions],
 ) -> None:
     """Quantize at several bits and measure KL against size. Statistics are collected once."""
+    # before the imports that take seconds
+    budgets = parse_budgets([each.strip() for each in bits.split(",") if each.strip()])
     with importing():
         from requant import progress
         from requant.models.devices import limit_gpu_memory, pick_device
-        from requant.recipe.options import parse_size
         from requant.report.sweep import sweep
 
     log_to_stderr(verbose)
     log_to_file(log_file)
     if gpu_memory is not None:
-        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), pick_device(device))
-    budgets = [each.strip() for each in bits.split(",") if each.strip()]
+        limit_gpu_memory(gpu_memory, pick_device(device))
     with sigterm_interrupts(), progress.display(shown=not quiet):
         found = sweep(
             model,

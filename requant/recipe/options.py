@@ -6,7 +6,6 @@ options, those of `Options`; `KEYS` says which keys of the recipe each of them s
 
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,15 +20,10 @@ from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_spar
 from requant.recipe.readers import check_reader, settings_for
 from requant.recipe.schema import Recipe
 from requant.recipe.shipped import available_recipes
+from requant.recipe.sizes import UNITS, bits_name, parse_bits, parse_size
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
 
 logger = logging.getLogger(__name__)
-
-UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base ** (power + 1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    for power, letter in enumerate("kmg")
-}
 
 
 class Options(TypedDict, total=False):
@@ -282,19 +276,6 @@ def _check_training(chosen: Recipe) -> None:
         )
 
 
-def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
-    """`--bits` or `--code-bits` as a number from 1 to 8."""
-    try:
-        if isinstance(bits, bool | bytes):  # which float takes for numbers
-            raise TypeError
-        value = float(bits)
-    except (TypeError, ValueError):
-        raise RecipeError(f"{option} {bits} is no number; give 1 to 8, like 3 or 2.25.") from None
-    if not 1 <= value <= 8:  # so neither is NaN
-        raise RecipeError(f"{option} {bits} is out of range; give 1 to 8, like 3 or 2.25.")
-    return value
-
-
 def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`--module` as the recipe's `modules`: `*.down_proj:bits=4,group_size=64`, any number of them."""
     if isinstance(given, str) or not (
@@ -323,20 +304,6 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def parse_size(size: int | str, option: str = "--size") -> int:
-    """What an option gives in bytes: a number with a unit of UNITS, or without."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE | re.ASCII)
-    unit = UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        raise RecipeError(
-            f"{option} {size} is no size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
-        )
-    value = round(float(found[1]) * unit)
-    if value < 1:
-        raise RecipeError(f"{option} {size} is nothing; give the bytes that may be taken, like 600MB.")
-    return value
-
-
 def output_folder(recipe: Recipe) -> Path:
     """`./MODEL-METHOD-BITSbit`, `./MODEL-METHOD-SIZE`, or `./MODEL-METHOD-BITSbit-codes`."""
     path = Path(recipe.model).expanduser()
@@ -348,7 +315,7 @@ def budget_name(recipe: Recipe) -> str:
     """What was asked for, short: 2.25bit, 600MB, and 4bit-codes where only the codes have 4 bits."""
     budget = recipe.budget
     if budget.bits is not None:
-        return f"{budget.bits:g}bit"
+        return bits_name(budget.bits)
     if budget.size is None:
         return f"{recipe.quantizer.bits:g}bit-codes"
     unit = next(name for name in ("GB", "MB", "KB", "B") if budget.size >= UNITS[name.lower()])

@@ -17,13 +17,14 @@ from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
 from requant.display import format_bytes
-from requant.errors import OutputError, RecipeError
+from requant.errors import OutputError
 from requant.files import path_of
 from requant.models.devices import pick_device
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.quantize import quantize
 from requant.recipe.options import budget_name, output_folder, recipe_from_options
 from requant.recipe.schema import Recipe
+from requant.recipe.sizes import parse_budgets
 from requant.recipe.yaml_files import dump_recipe
 from requant.report.compare import Entry, compare_checkpoints, render_comparison
 from requant.report.save import save
@@ -114,17 +115,11 @@ def _recipes(
     gpu: bool,
 ) -> dict[str, Recipe]:
     """The name of a checkpoint -> its recipe. Raises RecipeError unless there are two or more different budgets."""
-    if not isinstance(bits, Sequence):
-        raise RecipeError(
-            f"bits must be a list of budgets, not {type(bits).__name__}; give two or more, like [2, 3]."
-        )
     recipes = [
-        recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each}) for each in bits
+        recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each})
+        for each in parse_budgets(bits)
     ]
-    named = {budget_name(each): each for each in recipes}
-    if len(named) < max(2, len(recipes)):
-        raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
-    return named
+    return {budget_name(each): each for each in recipes}
 
 
 def _check_new(folder: Path) -> None:

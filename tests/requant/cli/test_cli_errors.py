@@ -5,8 +5,6 @@ import json
 import logging
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,6 @@ from safetensors.torch import load_file, save_file
 import requant
 from requant.cli import COMMANDS, RESUMABLE, app
 from requant.cli.common import log_to_stderr
-from requant.errors import InputError
-from requant.models.devices import pick_device
-from requant.models.loading import load_model
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.workspace import Workspace
@@ -366,34 +361,3 @@ def test_a_warning_is_printed_once(
     for name in ("wiki.txt", "wiki.txt", "c4.txt"):
         logging.getLogger("requant.pipeline.preparation.prepare").warning("%s is short", name)
     assert capsys.readouterr().err == "requant: wiki.txt is short\nrequant: c4.txt is short\n"
-
-
-def test_wrong_values_are_refused_before_imports_that_take_seconds() -> None:
-    wrong = [
-        "export x --output out --to gguff",
-        "export x --output out --to dense --dtype int4",
-        "bench x --batch 0",
-        "eval x --device gpu",
-        "generate x --prompt a --dtype int4",
-        "quantize --bits 3 --device gpu",
-    ]
-    script = f"""
-import sys
-from requant import cli, errors
-for line in {wrong}:
-    try:
-        cli.app(line.split())
-    except errors.InputError as error:
-        print(error, "torch" in sys.modules)
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    said = [line.rpartition(" ") for line in ended.stdout.splitlines()]
-    assert [imported for _, _, imported in said] == ["False"] * len(wrong)
-    calls = [
-        lambda: requant.export("x", "gguff", "out"),
-        lambda: load_model("demo", device="cpu", dtype="int4"),
-        lambda: pick_device("gpu"),
-    ]
-    for message, call in zip((said[0][0], said[1][0], said[3][0]), calls, strict=True):
-        with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
-            call()

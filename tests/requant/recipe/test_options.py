@@ -5,13 +5,9 @@ import pytest
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS
-from requant.recipe.options import (
-    output_folder,
-    parse_bits,
-    parse_size,
-    recipe_from_options,
-)
+from requant.recipe.options import output_folder, recipe_from_options
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe
+from requant.recipe.sizes import parse_bits, parse_size
 from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
 
 options = recipe_from_options
