@@ -3,6 +3,7 @@
 No torch is imported here: a command reads them before its imports, which take seconds.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -49,11 +50,11 @@ def parse_size(size: int | str, option: str = "--size") -> int:
     """What an option gives in bytes: a number with a unit of UNITS, or without."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE | re.ASCII)
     unit = UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None:
+    value = float(found[1]) * unit if found and unit else math.inf  # as are hundreds of digits
+    if value == math.inf:
         raise RecipeError(
             f"{option} {size} is no size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
         )
-    value = round(float(found[1]) * unit)
-    if value < 1:
+    if round(value) < 1:
         raise RecipeError(f"{option} {size} is nothing; give the bytes that may be taken, like 600MB.")
-    return value
+    return round(value)
