@@ -24,6 +24,7 @@ import typer
 from requant_kernels import TrellisLayout
 from requant_kernels.common.occupancy import ctas_per_sm
 from requant_kernels.launch_config import Shape, m_bucket
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, launch_of
 from requant_kernels.trellis.layout import TILE
 from torch import Tensor
@@ -32,6 +33,7 @@ from eval import end_to_end
 from eval import options as opt
 from eval.common import environment, write_json
 from requant.inference.decode import Decoder
+from requant.inference.kernel_check import TritonError
 
 PRODUCTS = ("qkv", "o", "gates", "down")
 LAUNCHES = [  # warps, tiles a CTA, k64 a step
@@ -140,7 +142,14 @@ def main(
     product: Annotated[list[str] | None, typer.Option(help="Repeatable; all by default.")] = None,
     blocks: Annotated[int, typer.Option(help="Of the model.", min=1)] = 3,
 ) -> None:
-    code, bits = format.split(":")
+    code, _, bits = format.partition(":")
+    if shape not in end_to_end.SHAPES or code not in CODES or bits not in map(str, end_to_end.WIDTHS):
+        raise typer.BadParameter(
+            f"{shape} and {format} must be one of {', '.join(end_to_end.SHAPES)}, "
+            f"and {', '.join(CODES)} with 2, 3 or 4 bits."
+        )
+    if unknown := set(product or ()) - set(PRODUCTS):
+        raise typer.BadParameter(f"{', '.join(unknown)} is no product; give {', '.join(PRODUCTS)}.")
     middle = {name: (own[1],) * 3 for name, own in end_to_end.WIDTHS[float(bits)].items()}
     with mock.patch.dict(end_to_end.WIDTHS, {float(bits): middle}):
         model = end_to_end.build(
@@ -160,7 +169,11 @@ def main(
                 with chosen.applied():
                     decoders.append(captured(model, prompts))
                 names.append(label)
-            except (RuntimeError, ValueError) as error:  # a launch that the kernel refuses: its row says so
+            except (
+                RuntimeError,
+                ValueError,
+                TritonError,
+            ) as error:  # a launch that the kernel refuses: its row says so
                 failed[label] = str(error)[:200]
         times = dict(sorted(zip(names, step_times(decoders), strict=True), key=lambda pair: pair[1]))
         rows.append(

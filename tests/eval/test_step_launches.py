@@ -1,9 +1,11 @@
 """Which launches `eval.step_launches` replaces; its times need a GPU."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, trellis_gemv
 
@@ -53,3 +55,18 @@ def test_kernels_get_the_chosen_launch_until_the_end(monkeypatch: pytest.MonkeyP
         gemv.product(x, layout, rule)
     gemv.product(x, layout, rule)
     assert [config.num_warps for config in seen] == [2, rule.num_warps]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"format": "mul1:5"}, "mul1:5 must be"),
+        ({"format": "mul1"}, "mul1 must be"),
+        ({"format": "grid:2"}, "grid:2 must be"),
+        ({"shape": "8b"}, "8b and mul1:3"),
+        ({"product": ["q"]}, "q is no product; give qkv"),
+    ],
+)
+def test_other_values_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(typer.BadParameter, match=why):
+        step_launches.main(tmp_path / "out.json", **options)
