@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
 import requant
 from requant.cli import COMMANDS, app
-from requant.cli.common import IMPORTED_AT_ONCE, importing
+from requant.cli.common import IMPORTED_AT_ONCE, importing, unfreeze_for_nanobind
 from requant.recipe.options import Options
 from requant.recipe.yaml_files import load_recipe
 
@@ -301,6 +302,21 @@ def test_imports_collect_little_garbage_and_leave_their_objects_out_of_later_col
         assert gc.get_threshold() == before and gc.get_freeze_count() > frozen + 1000
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("built_with", "unfreezes"), [("nanobind", 1), ("pybind11_builtins", 0)])
+def test_what_is_frozen_is_freed_where_nanobind_would_report_it(
+    monkeypatch: pytest.MonkeyPatch, built_with: str, unfreezes: int
+) -> None:
+    kind = type("kind", (type,), {"__module__": built_with})
+    library = SimpleNamespace(ir=SimpleNamespace(module=kind("module", (), {})))
+    calls: list[None] = []
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append(None))
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", library)
+    unfreeze_for_nanobind()
+    monkeypatch.delitem(sys.modules, "triton._C.libtriton")
+    unfreeze_for_nanobind()
+    assert len(calls) == unfreezes
 
 
 def test_transformers_only_says_what_fails() -> None:
