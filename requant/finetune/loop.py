@@ -24,7 +24,7 @@ from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import compiles, fused
 from requant.finetune.divided import Part
 from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
-from requant.finetune.memory import bytes_of_a_token, tokens_through_a_block, windows_that_fit
+from requant.finetune.memory import bytes_of_a_token, copied_to_sum, tokens_through_a_block, windows_that_fit
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -311,7 +311,7 @@ def micro_batch_that_fits(
 ) -> int | None:
     """Windows of `length` tokens that fit a GPU at once without recomputing blocks; None: not even one does.
 
-    Beside gradients and Adam's state, of what is free now; `reserved` bytes are left.
+    Beside gradients, Adam's state and what sums over GPUs take, of what is free now; `reserved` bytes are left.
     """
     device = run.model.device
     if device.type != "cuda":
@@ -319,7 +319,9 @@ def micro_batch_that_fits(
     head = run.model.get_output_embeddings()
     vocabulary = 0 if head is None else head.weight.shape[0]
     a_token = bytes_of_a_token(run.targets, vocabulary, device="cuda", compiled=compiles(settings.num_steps))
-    state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
+    learning = [trainable.tensor.numel() for trainable in trainables]
+    state = reserved + 12 * sum(learning)
+    state += copied_to_sum(sum(learning), max(learning, default=0), gpus=ranks.world_size())
     state += 4 * sum(weight.parameter.numel() for weight in derived)
     return windows_that_fit(free_memory(device) - state, a_token, length, settings) or None
 

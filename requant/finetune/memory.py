@@ -7,6 +7,8 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     + P e           the teacher, a copy of the original
                     + 12 (O + R)    gradients, and two moments of Adam
                     + C (1 + 8)     codes; in float32 what they stand for before the scales, and gradients
+                    + (O + R) / 2   on several GPUs: gradients rounded to 16 bits for their sum, of two parts of eight, and
+                                    the largest tensor's, by which a part may be larger
                     + its states    of the teacher, where they are kept on the device; an activation for every linear
 
     block by block    8 O + 12 R + C (1 + e)    see `blockwise.py`
@@ -43,6 +45,7 @@ from transformers import PreTrainedModel
 from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
+from requant.finetune.step import PARTS, STARTED
 from requant.finetune.teacher import MAX_MEMORY_FRACTION, state_bytes
 from requant.models.targets import QuantTarget, find_blocks
 from requant.models.targets import by_block as by_block_of
@@ -125,6 +128,14 @@ def tokens_through_a_block(
     return tokens if needed <= FITS * device_memory else None
 
 
+def copied_to_sum(learning: int, largest: int, *, gpus: int) -> int:
+    """Bytes of gradients in 16 bits at once, while those of so many weights are summed over GPUs (`TrainingStep`).
+
+    Parts end with the tensor that completes their eighth.
+    """
+    return 2 * (STARTED * learning // PARTS + largest) if gpus > 1 else 0
+
+
 def training_bytes(
     model: PreTrainedModel,
     targets: Sequence[QuantTarget],
@@ -151,7 +162,14 @@ def training_bytes(
     of = _Weights.of(model, targets, coded)
     if not by_block:
         return _bytes_as_a_whole(
-            of, targets, settings, windows, gpu=gpu, device_memory=device_memory, at_least=at_least
+            of,
+            targets,
+            settings,
+            windows,
+            gpu=gpu,
+            device_memory=device_memory,
+            gpus=gpus,
+            at_least=at_least,
         )
     tokens = length * -(-settings.windows_of_step(count, length) // gpus)
     kept = 8 * of.uncoded // gpus + 12 * of.rest - 8 * of.tables + of.rest * of.element_size
@@ -224,6 +242,7 @@ def _bytes_as_a_whole(
     *,
     gpu: bool,
     device_memory: int,
+    gpus: int,
     at_least: bool,
 ) -> int:
     """`training_bytes` where the model is trained as a whole."""
@@ -233,7 +252,10 @@ def _bytes_as_a_whole(
         states = 0
     parameters = of.uncoded + of.coded + of.rest
     kept = parameters * (4 + _cast(gpu) + of.element_size)
-    kept += 12 * (of.uncoded + of.rest - of.tables) + 9 * of.coded + states
+    learning = of.uncoded + of.rest - of.tables
+    kept += 12 * learning + 9 * of.coded + states
+    if gpu:
+        kept += copied_to_sum(learning, min(of.largest, learning), gpus=gpus)
     compiled = gpu and settings.num_steps >= MIN_STEPS_TO_COMPILE
     a_token = bytes_of_a_token(targets, of.vocabulary, device=device, compiled=compiled)
     at_once = 0

@@ -3,7 +3,7 @@
     for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
     gradients of trainables += (d derived / d trainables)' times gradients of derived
     gradients of trainables are summed over ranks, where the run has several processes (`divided.py`), in parts: while
-        one is updated the next are summed
+        one is updated the next are summed; on GPUs large ones in the dtype of matrix products
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
@@ -20,6 +20,7 @@ micro-batches are halved once, and the log says so.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +34,14 @@ from requant import ranks
 from requant.errors import is_out_of_memory
 from requant.finetune.divided import in_parts, started_sum
 from requant.models.hosted import HostedMatrix
+from requant.models.mixed_precision import PRODUCTS
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
 OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
 EAGER_STEPS = 3  # before the capture
 PARTS = 8  # of the tensors, of several ranks: one is updated while the next are summed
+STARTED = 2  # sums of parts that are under way meanwhile, no more: their copies in 16 bits take memory
 logger = logging.getLogger(__name__)
 
 
@@ -141,9 +144,11 @@ class TrainingStep:
                 self._add_gradients(micro_batch)
         chain_rule, updates = self.updates or (self._chain_rule, self._updates())
         chain_rule()
-        sums = [self._started_sum(part) for part in self.parts]
-        for finish, update in zip(sums, updates, strict=True):
-            finish()
+        sums = deque(self._started_sum(part) for part in self.parts[:STARTED])
+        for following, update in enumerate(updates, start=STARTED):
+            sums.popleft()()  # and forget its copies
+            if following < len(self.parts):
+                sums.append(self._started_sum(self.parts[following]))
             update()
         self.steps += 1
 
@@ -213,7 +218,9 @@ class TrainingStep:
         """Of the gradients of a part over ranks."""
         if ranks.world_size() == 1:
             return lambda: None
-        return started_sum([gradient_of(tensor) for tensor in self.tensors[part]])
+        return started_sum(
+            [gradient_of(tensor) for tensor in self.tensors[part]], PRODUCTS.get(self.device.type)
+        )
 
     def _updates(self) -> list[Callable[[], None]]:
         return [partial(self._update, index) for index in range(len(self.parts))]

@@ -47,6 +47,9 @@ with ranks.joined("cpu"):
     for tensors in ([big, small], [rounded], [again]):
         divided.sum_over_ranks(tensors)
     found["sums"] = [big.unique().tolist(), small.tolist()]
+    big, small = torch.full((divided.ALONE_FROM,), 1 + 2.0**-10), torch.full((2, 3), 1 + 2.0**-10)
+    divided.started_sum([small, big], torch.bfloat16)()
+    found["rounded sums"] = [big.unique().tolist(), small.unique().tolist(), str(big.dtype)]
     found["the same every time"] = torch.equal(rounded, again)
     found["rounded"] = rounded.tolist()  # the same on every rank
 
@@ -137,6 +140,7 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
         "whole": [True, True, 28],
         "rows of all": [[], [[1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]],
         "sums": [[1.75], [[1.75] * 3] * 2],
+        "rounded sums": [[3.0], [3 + 3 * 2.0**-10], "torch.float32"],
         "the same every time": True,
     }
     assert used[0] == [["b", [[[0.0]], [1.0]]]]
@@ -146,6 +150,7 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
 
 
 def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a dtype is given, which their sums are rounded to."""
     given: list[int] = []
 
     class Done:
@@ -165,6 +170,13 @@ def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPat
     assert divided.in_parts([one, two, two], 8) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert large.unique().tolist() == one.unique().tolist() == [3.0] and two.tolist() == [6.0]
     assert len(given) == 2 and given[0] == large.data_ptr()
+    for dtype, expected in ((torch.float32, 3 + 3 * 2.0**-10), (torch.bfloat16, 3.0)):
+        given.clear()
+        large.fill_(1 + 2.0**-10)
+        finish = divided.started_sum([large], dtype)
+        assert (given[0] == large.data_ptr()) == (dtype == torch.float32)
+        finish()
+        assert large.unique().tolist() == [expected]
 
 
 PARTED = """

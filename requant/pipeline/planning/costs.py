@@ -210,8 +210,9 @@ def _writing(prepared: Prepared | Outline) -> float:
 def _step_of_several(prepared: Prepared | Outline, recipe: Recipe, uncoded: int, *, by_block: bool) -> float:
     """Seconds that a step of training takes on several GPUs beside its arithmetic, with so many weights without codes.
 
-    Gradients are summed, and every GPU updates all that it holds whole. Block by block a matrix without codes is held in
-    parts: its 16-bit values are joined for the forward and the backward pass, its float32 gradients are summed.
+    Gradients are summed, as a whole in 16 bits, and every GPU updates all that it holds whole. Block by block a matrix
+    without codes is held in parts: its 16-bit values are joined for the forward and the backward pass, and gradients are
+    summed in float32.
     """
     gpus = count_gpus(prepared)
     if gpus == 1 or not recipe.finetune.trains:
@@ -222,4 +223,5 @@ def _step_of_several(prepared: Prepared | Outline, recipe: Recipe, uncoded: int,
     )
     parts = uncoded if by_block else 0
     whole += uncoded - parts
-    return others * ((2 * 4 * whole + (2 * 2 + 4) * parts) / SENT_BYTES + ADAM_SECONDS * whole)
+    summed = 4 if by_block else 2  # bytes
+    return others * ((2 * summed * whole + (2 * 2 + 4) * parts) / SENT_BYTES + ADAM_SECONDS * whole)

@@ -1,5 +1,6 @@
 """A step of training: Adam as torch has it, over the parts of a batch; captured, the same step."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep, gradient_of
+from requant.models.mixed_precision import PRODUCTS
 
 from ..inference.fake_cuda_graphs import FakeGraph, install
 
@@ -141,7 +143,9 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
     """As in an eager step, with the chain rule and the updates in graphs; the other rank has the same gradients."""
     sums: list[int] = []
 
-    def doubled(gradients: list[torch.Tensor]) -> Callable[[], None]:
+    def doubled(gradients: list[torch.Tensor], large_in: torch.dtype | None) -> Callable[[], None]:
+        assert large_in is None  # on a CPU
+
         def finish() -> None:
             sums.append(len(gradients))
             for gradient in gradients:
@@ -175,6 +179,61 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
     assert sums == [1] * (24 if processes > 1 else 0)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_sums_of_two_parts_are_under_way_and_rounded_to_the_dtype_of_products(monkeypatch) -> None:
+    """Each begins when the part two before it is summed, so that their copies take the memory of two, and in one order."""
+    events: list[str] = []
+    live: list[weakref.ref[torch.Tensor]] = []
+
+    def started(gradients: list[torch.Tensor], large_in: torch.dtype | None) -> Callable[[], None]:
+        (gradient,) = gradients
+        copy = gradient.to(large_in)
+        assert copy.dtype == torch.bfloat16
+        live.append(weakref.ref(copy))
+        assert sum(each() is not None for each in live) <= 2
+        events.append(f"start {gradient.numel()}")
+
+        def finish() -> None:
+            gradient.copy_(copy)
+            events.append(f"finish {gradient.numel()}")
+
+        return finish
+
+    monkeypatch.setitem(PRODUCTS, "cpu", torch.bfloat16)
+    monkeypatch.setattr("requant.finetune.step.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("requant.finetune.step.started_sum", started)
+    tensors = [torch.full((2**index,), 1.0 + index / 7) for index in range(4)]
+    step = TrainingStep(
+        lambda tokens: sum((tensor.square().sum() for tensor in tensors), start=torch.zeros(())),
+        [TrainableTensor(tensor=tensor, lr=0.1) for tensor in tensors],
+        optimizer=Descent,
+    )
+    step.parts = [slice(index, index + 1) for index in range(4)]
+    step.optimizers = [Descent([{"params": [tensor], "lr": 0.1}], False) for tensor in tensors]
+    before = [tensor.detach().clone() for tensor in tensors]
+    for index, optimizer in enumerate(step.optimizers):
+        plain = optimizer.step
+        optimizer.step = lambda plain=plain, index=index: (events.append(f"update {2**index}"), plain())
+    step([(torch.zeros(1),)], 1.0)
+    assert events == [
+        "start 1",
+        "start 2",
+        "finish 1",
+        "start 4",
+        "update 1",
+        "finish 2",
+        "start 8",
+        "update 2",
+        "finish 4",
+        "update 4",
+        "finish 8",
+        "update 8",
+    ]
+    rates = [group["lr"] for each in step.optimizers for group in each.param_groups]
+    for tensor, start, rate in zip(tensors, before, rates, strict=True):
+        gradient = (2 * start).to(torch.bfloat16).float()
+        torch.testing.assert_close(tensor.detach(), start - rate * gradient, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from requant.finetune.divided import in_parts
 from requant.finetune.memory import training_bytes
+from requant.finetune.step import PARTS
 from requant.pipeline.planning.memory import _training_memory
 from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.planning.rates import DECODE_SECONDS
@@ -109,6 +112,41 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     ]
     assert max(phases) == phases[fullest] > min(phases)
     assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
+
+
+def test_a_plan_counts_gradients_that_are_rounded_for_their_sum(tmp_path: Path) -> None:
+    """Of the two consecutive parts that take most; an embedding that comes last makes them larger."""
+    source = save_shape("1b", tmp_path)
+    recipe = default_recipe(source, None, gpu=True)
+    one, two = (
+        training_bytes(
+            shaped.model,
+            shaped.targets,
+            (),
+            shaped.recipe.finetune,
+            (64, 2048),
+            by_block=False,
+            gpu=True,
+            device_memory=1,
+            gpus=gpus,
+            at_least=True,
+        )
+        for gpus in (1, 2)
+        for shaped in [outline(source, recipe, dtype="bfloat16", gpus=gpus)]
+    )
+    tensors = list(outline(source, recipe, dtype="bfloat16").model.parameters())
+    first, last = (
+        max(
+            map(
+                sum,
+                pairwise(
+                    2 * sum(tensor.numel() for tensor in order[part]) for part in in_parts(order, PARTS)
+                ),
+            )
+        )
+        for order in (tensors, tensors[::-1])
+    )
+    assert first < last <= two - one < 1.3 * last
 
 
 @pytest.mark.parametrize("own", [80, 24])
