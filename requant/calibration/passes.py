@@ -302,7 +302,8 @@ def add_product(
 def tensor_cores(device: torch.device) -> Iterator[None]:
     """Products of float32 on the tensor cores of a GPU (TF32) while the context lasts.
 
-    For means over many tokens: a Gram matrix of inputs rounded to 11 bits is still one of inputs.
+    For means over many tokens: a Gram matrix of inputs rounded to 11 bits is still one of inputs, and a KL that only
+    compares steps of training is rounded alike in all.
     """
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":

@@ -30,7 +30,7 @@ MIN_STEPS_TO_COMPILE = 100  # fewer are done before the compiler is
 def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[None]:
     """The models' blocks are compiled while the context lasts, on a GPU and for enough steps.
 
-    Compiled blocks run under autocast only; validation, in float32, runs the blocks eagerly.
+    Compiled blocks run under autocast only; validation, in float32 and TF32, runs the blocks eagerly.
     """
     if not _on_gpus(models):
         yield

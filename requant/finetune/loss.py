@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.batches import rounds
+from requant.calibration.passes import tensor_cores
 from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.teacher import Teacher, logits_of_states, why_states_do_not_suffice
 from requant.models.mixed_precision import mixed_precision
@@ -71,6 +72,10 @@ def usable_hidden_weight(hidden_weight: float, teacher: Teacher) -> float:
 
 @torch.no_grad()
 def mean_kl(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, "b t"]) -> float:
-    """Mean KL over all positions, nats."""
+    """Mean KL over all positions, nats. On a GPU products are in TF32, since no matrix learns from them; autocast would need
+    compiled blocks, which training alone runs.
+    """
     own = [tokens for _, tokens in rounds(windows, model, label=None) if tokens is not None]
-    return sum(ranks.merged([loss_sum(model, teacher, b).double().item() for b in own])) / windows.numel()
+    with tensor_cores(model.device):
+        sums = [loss_sum(model, teacher, batch).double().item() for batch in own]
+    return sum(ranks.merged(sums)) / windows.numel()
