@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from requant.errors import OutputError
+from requant.errors import InputError, OutputError
 
 IMPORTED_AT_ONCE = 100_000  # objects, between two collections of garbage
 
@@ -93,6 +93,16 @@ def table(rows: Any) -> str:
     from requant.display import format_table
 
     return format_table(rows)
+
+
+def comma_separated(text: str, option: str) -> list[str]:
+    """What an option lists, without the blanks around it; nothing where there are only commas. Raises InputError."""
+    found = [each.strip() for each in text.split(",")]
+    if any(found) and not all(found):
+        raise InputError(
+            f"{option} {text} has a comma with nothing before or after it; leave that comma out."
+        )
+    return [each for each in found if each]
 
 
 def print_plan(plan: Any, folder: Path, *, as_json: bool) -> None:

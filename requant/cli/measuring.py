@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import importing, log_to_stderr, table
+from requant.cli.common import comma_separated, importing, log_to_stderr, table
 from requant.errors import InputError
+from requant.evaluation.lm_eval_package import check_lm_eval
 
 
 def evaluate(
@@ -47,6 +48,7 @@ def evaluate(
             "--tasks", {"--text": text, "--context": context, "--windows": windows, "--reference": reference}
         )
         names = _task_names(tasks)  # before the imports that take seconds
+        check_lm_eval()
         with importing():
             from requant.evaluation.tasks import evaluate_tasks, score_rows
 
@@ -80,7 +82,7 @@ def evaluate(
 
 def _task_names(text: str) -> list[str]:
     """Whether there are such tasks is for lm-eval to say."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = comma_separated(text, "--tasks")
     if not names:
         raise InputError("--tasks names no task; give lm-eval's names, separated by commas.")
     if blank := [name for name in names if len(name.split()) > 1]:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from requant.errors import InputError, did_you_mean
-from requant.recipe.sizes import parse_size
+from requant.recipe.sizes import parse_bits, parse_size
 
 RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
@@ -78,6 +78,24 @@ def known_export(name: str) -> str:
     return name
 
 
+def valid_bits(bits: str | None) -> str | None:
+    if bits is not None:
+        parse_bits(bits)
+    return bits
+
+
+def valid_code_bits(bits: str | None) -> str | None:
+    if bits is not None:
+        parse_bits(bits, option="--code-bits")
+    return bits
+
+
+def valid_size(size: str | None) -> str | None:
+    if size is not None:
+        parse_size(size)
+    return size
+
+
 def gpu_memory_bytes(size: str) -> int:
     return parse_size(size, "--gpu-memory")
 
@@ -91,13 +109,15 @@ Model = Annotated[
 Bits = Annotated[
     str | None,
     of_recipe(
-        help="Budget in bits per weight, 1 to 8, for everything stored for the matrices: 3, 2.25. Never exceeded."
+        help="Budget in bits per weight, 1 to 8, for everything stored for the matrices: 3, 2.25. Never exceeded.",
+        callback=valid_bits,
     ),
 ]
 CodeBits = Annotated[
     str | None,
     of_recipe(
-        help="Instead of --bits: bits of every code, 2 to 8 (trellis from 1); scales, levels and residuals come on top."
+        help="Instead of --bits: bits of every code, 2 to 8 (trellis from 1); scales, levels and residuals come on top.",
+        callback=valid_code_bits,
     ),
 ]
 RecipeName = Annotated[

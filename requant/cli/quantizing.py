@@ -32,7 +32,10 @@ def quantize(
     bits: opt.Bits = None,
     code_bits: opt.CodeBits = None,
     size: Annotated[
-        str | None, opt.of_recipe(help="Total size that the weight files may have, such as 600MB.")
+        str | None,
+        opt.of_recipe(
+            help="Total size that the weight files may have, such as 600MB.", callback=opt.valid_size
+        ),
     ] = None,
     recipe: opt.RecipeName = None,
     target: Annotated[

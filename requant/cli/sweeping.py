@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Annotated, Unpack
 
 from requant.cli import options as opt
-from requant.cli.common import importing, log_to_file, log_to_stderr, sigterm_interrupts, table
+from requant.cli.common import (
+    comma_separated,
+    importing,
+    log_to_file,
+    log_to_stderr,
+    sigterm_interrupts,
+    table,
+)
 from requant.recipe.sizes import parse_budgets
 
 
@@ -34,7 +41,7 @@ def sweep(
 ) -> None:
     """Quantize at several bits and measure KL against size. Statistics are collected once."""
     # before the imports that take seconds
-    budgets = parse_budgets([each.strip() for each in bits.split(",") if each.strip()])
+    budgets = parse_budgets(comma_separated(bits, "--bits"))
     with importing():
         from requant import progress
         from requant.models.devices import limit_gpu_memory, pick_device

@@ -44,8 +44,8 @@ from requant.errors import (
     first_line,
     is_out_of_memory,
 )
+from requant.evaluation.lm_eval_package import MISSING
 from requant.evaluation.perplexity import mean_difference
-from requant.extras import requirement
 from requant.inference.load import open_model
 from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import load_tokenizer, resolve_source
@@ -71,7 +71,6 @@ LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
 SUFFIX = "_from_file"
 BATCH = 8
 BOOTSTRAPS = 1000  # for the error of metrics that have no formula, such as a perplexity
-MISSING = f"tasks need the package lm-eval; install it with `pip install {requirement('tasks')}`."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import pytest
 
 import requant
 from requant.errors import InputError
+from requant.evaluation.tasks import evaluate_tasks
 from requant.models.devices import pick_device
 from requant.models.loading import load_model
 
@@ -34,6 +35,17 @@ WRONG = {
     "sweep --bits ''": "a sweep takes two or more different --bits, such as 2,2.5,3,4.",
     "eval x --tasks ''": "--tasks names no task; give lm-eval's names, separated by commas.",
     "eval x --tasks ' ,'": "--tasks names no task; give lm-eval's names, separated by commas.",
+    "sweep --bits 2,3,": "--bits 2,3, has a comma with nothing before or after it; leave that comma out.",
+    "sweep --bits '2, ,3'": "--bits 2, ,3 has a comma with nothing before or after it; leave that comma out.",
+    "eval x --tasks boolq,,piqa": "--tasks boolq,,piqa has a comma with nothing before or after it; leave that comma out.",
+    "eval x --tasks ,boolq": "--tasks ,boolq has a comma with nothing before or after it; leave that comma out.",
+    "eval x --tasks boolq": "tasks need the package lm-eval; install it with `pip install ",
+    "quantize --bits 9": "--bits 9 is out of range; give 1 to 8, like 3 or 2.25.",
+    "quantize --bits x": "--bits x is no number; give 1 to 8, like 3 or 2.25.",
+    "quantize --code-bits 9": "--code-bits 9 is out of range; give 1 to 8, like 3 or 2.25.",
+    "sensitivity --bits 9": "--bits 9 is out of range; give 1 to 8, like 3 or 2.25.",
+    "quantize --size 9XB": "--size 9XB is no size; give a number of bytes",
+    "quantize --size 0": "--size 0 is nothing; give the bytes that may be taken",
     "eval x --tasks 'boolq, piqa arc_easy'": "--tasks piqa arc_easy has blanks in it; separate lm-eval's names",
 }
 
@@ -43,6 +55,7 @@ def refused() -> dict[str, tuple[str, bool]]:
     """Command line -> what it is refused with, and whether torch had been imported."""
     script = f"""
 import shlex, sys
+sys.modules["lm_eval"] = None  # as if it were not installed
 from requant import cli, errors
 for line in {[*WRONG]}:
     try:
@@ -65,11 +78,16 @@ def test_wrong_values_are_refused_before_imports_that_take_seconds(refused, line
     assert sentence.startswith(WRONG[line]) and not imported_torch
 
 
-def test_python_users_are_told_the_same(refused) -> None:
+def test_python_users_are_told_the_same(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     calls = {
         "export x --output out --to gguff": lambda: requant.export("x", "gguff", "out"),
         "generate x --prompt a --dtype int4": lambda: load_model("demo", device="cpu", dtype="int4"),
         "eval x --device gpu": lambda: pick_device("gpu"),
+        "eval x --tasks boolq": lambda: evaluate_tasks(["x"], ["boolq"]),
+        "quantize --bits 9": lambda: requant.quantize("demo", bits=9),
+        "quantize --code-bits 9": lambda: requant.quantize("demo", code_bits=9),
+        "quantize --size 9XB": lambda: requant.quantize("demo", size="9XB"),
         "sweep --bits 2,x": lambda: requant.sweep("demo", [2, "x"]),
         "sweep --bits 3,3.0": lambda: requant.sweep("demo", [3, 3.0]),
     }
