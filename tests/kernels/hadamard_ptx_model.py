@@ -1,13 +1,14 @@
 """A model of the PTX of a Hadamard tile: all 16 warps of a CTA in step, with their shared memory."""
 
 import re
+from functools import partial
 
 import numpy as np
 
 try:
-    from .ptx_model import bfloat16, float_product, permute_bytes
+    from .ptx_model import bfloat16, float_product, permute_bytes, tf32_product
 except ImportError:  # a script of its own, `emulate_trellis.py`
-    from ptx_model import bfloat16, float_product, permute_bytes
+    from ptx_model import bfloat16, float_product, permute_bytes, tf32_product
 
 SHAPE = (16, 32)
 WARP, LANE = np.indices(SHAPE).astype(np.uint32)
@@ -95,7 +96,8 @@ def run(
         names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
         if opcode.startswith("mma"):
             a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
-            registers |= dict(zip(names[:4], float_product(a, b, c, "bf16"), strict=True))
+            product = tf32_product if "tf32" in opcode else partial(float_product, dtype="bf16")
+            registers |= dict(zip(names[:4], product(a, b, c), strict=True))
             continue
         target, *rest = names
         x = [read(name) for name in rest]
@@ -120,6 +122,10 @@ def run(
                 value = x[0] * x[1] + x[2]
             case "prmt.b32":
                 value = permute_bytes(*x)
+            case "add.f32":
+                value = (as_float(x[0]) + as_float(x[1])).view(np.uint32)
+            case "shfl.sync.bfly.b32":
+                value = x[0][..., np.arange(32) ^ int(rest[1])]
             case "sub.f32":
                 value = (as_float(x[0]) - as_float(x[1])).view(np.uint32)
             case "mul.f32":

@@ -75,6 +75,15 @@ def float_product(
     return tile_product(left, right, c, np.float32)
 
 
+def tf32_product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
+    """`mma.m16n8k8`: float32 whose low 13 bits are ignored, float32 sums; arrays by lane, `[.., 32]`."""
+    left, right = (
+        [(register & np.uint32(0xFFFFE000)).view(np.float32)[..., None] for register in part]
+        for part in (a, b)
+    )
+    return tile_product(left, right, c, np.float32)
+
+
 def transposed_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of `ldmatrix` and `stmatrix` with `.trans`: where the two values of every lane's four registers stand, `[4, 32]` each.
 
@@ -207,6 +216,17 @@ def run_ptx(
                 value = (x.astype(np.float64) * y + z).astype(np.float32).view(np.uint32)
             case "sub.f32":
                 value = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
+            case "add.f32":
+                value = (a[0].view(np.float32) + a[1].view(np.float32)).view(np.uint32)
+            case "mul.f32":
+                value = (a[0].view(np.float32) * a[1].view(np.float32)).view(np.uint32)
+            case "ex2.approx.ftz.f32":
+                value = np.exp2(a[0].view(np.float32)).view(np.uint32)
+            case "rcp.approx.ftz.f32":
+                value = (np.float32(1) / a[0].view(np.float32)).view(np.uint32)
+            case "cvt.rn.f16x2.f32":
+                low, high = (v.view(np.float32).astype(np.float16).view(np.uint16) for v in a[::-1])
+                value = low | high.astype(np.uint32) << 16
             case "cvt.rn.bf16x2.f32":
                 value = bfloat16(a[1]) | bfloat16(a[0]) << 16
             case "and.b32":

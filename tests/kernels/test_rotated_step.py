@@ -8,8 +8,8 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from requant_kernels.hadamard.registers import ALLOCATE, NATURAL, SUM_THREADS, tile_transform  # noqa: E402
-from requant_kernels.step.rotated import target_of, tiles_of_block  # noqa: E402
+from requant_kernels.hadamard.registers import NATURAL, tile_transform  # noqa: E402
+from requant_kernels.step.rotated import ASSEMBLY, target_of, tiles_of_block  # noqa: E402
 from requant_kernels.step.rotated_gate import GateShape, rotated_gate_kernel  # noqa: E402
 from requant_kernels.step.rotated_norm import NormShape, rotated_norm_kernel  # noqa: E402
 from requant_kernels.step.rotated_rope import Part, RopeShape, head_order, rotated_rope_kernel  # noqa: E402
@@ -34,16 +34,20 @@ ACTIVATIONS = dict.fromkeys(
     ("x_ptr", "weight_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"),
     "*bf16",
 )
-NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head"), "i32")
-ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
+NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head", "parts"), "i32")
+ARGUMENTS = (
+    PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "z_ptr": "*fp32", "eps": "fp32"}
+)
 
 
 def machine_of(
-    kernel: Any, shape: Any, y: str, absent: tuple[str, ...], *, products: str = "*fp32", **constants: Any
-) -> Machine:
+    kernel: Any, shape: Any, y: str, absent: tuple[str, ...], *, products: str = "*fp32", o: str = "*fp32",
+    **constants: Any,
+) -> Machine:  # fmt: skip
     return compile_kernel(
-        kernel, {"SHAPE": shape, "ALLOCATE": ALLOCATE, "PDL": True, **constants}, capability=90, warps=16,
-        pointers=ARGUMENTS | dict.fromkeys(PRODUCTS.keys() - {"scales_ptr"}, products) | {"y_ptr": y}, absent=absent,
+        kernel, {"SHAPE": shape, "ASM": ASSEMBLY, "PDL": True, **constants}, capability=90, warps=16,
+        pointers=ARGUMENTS | dict.fromkeys(PRODUCTS.keys() - {"scales_ptr"}, products) | {"y_ptr": y, "o_ptr": o},
+        absent=absent,
         aligned=tuple(NUMBERS),
     )  # fmt: skip
 
@@ -68,7 +72,7 @@ def norm(width: int, kind: str, splits: int) -> Machine:
     y = {"int8": "*i8", "permuted": "*fp16", "dense": "*fp16", "plain": "*bf16"}[kind]
     absent = ("bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
     absent += ("input_scales_ptr",) if kind == "plain" else ()
-    return machine_of(rotated_norm_kernel, shape, y, absent, products=products_of(kind), SUM=SUM_THREADS)
+    return machine_of(rotated_norm_kernel, shape, y, absent, products=products_of(kind))
 
 
 def gate(width: int, kind: str, splits: int) -> Machine:

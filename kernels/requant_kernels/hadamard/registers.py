@@ -27,11 +27,14 @@ import triton.language as tl
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.tile_kernel import sign_pair
 from requant_kernels.hadamard.tile_ptx import (
+    TF32_FACTOR,
     VALUES_BYTES,
     allocate_smem_ptx,
+    exchange_ptx,
     register_transform_int8_ptx,
     register_transform_ptx,
-    sum_threads_ptx,
+    sum_of_warps_ptx,
+    sum_warp_ptx,
 )
 
 Order = tuple[int, ...]  # 12 bits of the index
@@ -39,9 +42,10 @@ NATURAL: Order = tuple(range(12))
 # position bits that the rows of each product represent: three within a quadrant of signs, and one between quadrants
 PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
 # Two buffers: with one tile at a time, a transform need not wait until all warps have read the previous one's exchange.
-# 48 words for int8 and sums.
+# Behind them 48 words of `transform_to_int8`, and 16 for the sums of warps.
 BUFFER = tl.constexpr(VALUES_BYTES)
-SMEM_BYTES = 2 * VALUES_BYTES + 192
+SUMS = tl.constexpr(2 * VALUES_BYTES + 192)
+SMEM_BYTES = 2 * VALUES_BYTES + 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +55,7 @@ class TileTransform:
     order: Order
     after: Order
     masks: tuple[int, int, int]  # the bits that each product mixes
-    factor: float  # of all values, to preserve lengths
+    factor: float  # of all values, before or after: to preserve lengths
     ptx: tuple[
         tuple[Ptx, Ptx], ...
     ]  # for one tile and, unless int8, for two; the second of each waits at a barrier
@@ -75,12 +79,14 @@ def tile_transform(order: Order, block_size: int, *, int8: bool = False, pair: b
         else [partial(register_transform_ptx, second, third, tiles=tiles) for tiles in (1, 2)]
     )
     ptx = tuple((make(waits=False), make(waits=True)) for make in makers)
-    factor = block_size**-0.5 * (2 if pair else 1)
+    factor = TF32_FACTOR * block_size**-0.5 * (2 if pair else 1)
     return TileTransform(order=order, after=after, masks=masks, factor=factor, ptx=ptx)
 
 
 ALLOCATE = allocate_smem_ptx(SMEM_BYTES)
-SUM_THREADS = sum_threads_ptx()
+EXCHANGE = exchange_ptx()
+SUM_WARP = sum_warp_ptx()
+SUM_OF_WARPS = sum_of_warps_ptx(waits=False), sum_of_warps_ptx(waits=True)
 
 
 @triton.jit
@@ -109,7 +115,10 @@ def load_eight(pointer, index, width, NEXT_FOUR: tl.constexpr):
     for half in tl.static_range(2):
         first = index + half * NEXT_FOUR
         at = first[:, None] + tl.arange(0, 4)[None, :]
-        four = tl.load(pointer + at, mask=(first < width)[:, None], other=0.0)
+        if width % 4096 == 0:
+            four = tl.load(pointer + at)
+        else:
+            four = tl.load(pointer + at, mask=(first < width)[:, None], other=0.0)
         even, odd = tl.split(tl.reshape(four, [512, 2, 2]))
         a, c = tl.split(even)
         b, d = tl.split(odd)
@@ -132,32 +141,62 @@ def store_eight(pointer, index, values, first_inside, second_inside, NEXT_FOUR: 
 
 
 @triton.jit
-def allocate_smem(lane, PTX: tl.constexpr):
+def allocate_smem(lane, ASM: tl.constexpr):
     """The address of the shared memory in which all transforms of a kernel exchange their values."""
+    PTX: tl.constexpr = ASM.allocate
     return tl.inline_asm_elementwise(
         PTX.text, PTX.constraints, (lane,), dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def sum_threads(values, lane, warp, smem, PTX: tl.constexpr):
-    """The sum of values [512], in every thread; it uses the words of `transform_to_int8`."""
+def sum_warp(values, lane, warp, smem, ASM: tl.constexpr):
+    """Add the values [512] of each warp, for `sum_of_warps`."""
+    PTX: tl.constexpr = ASM.sum_warp
+    tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, (values, lane, warp, smem + SUMS), dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def sum_of_warps(lane, smem, WAITS: tl.constexpr, ASM: tl.constexpr):
+    """The sum of all 512 values, in every thread. WAITS: at a barrier; without, a transform was between."""
+    PTX: tl.constexpr = ASM.sum_of_warps[WAITS]
     return tl.inline_asm_elementwise(
-        PTX.text, PTX.constraints, (values, lane, warp, smem + 2 * BUFFER), dtype=tl.float32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        PTX.text, PTX.constraints, (lane, smem + SUMS), dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def signs_of(lane, first, second, third):
-    """A thread's signs for the three products; the masks may be runtime values."""
+def exchange_in(smem, lane, warp, ASM: tl.constexpr):
+    """The addresses at which a thread writes and reads in all transforms of a kernel."""
+    PTX: tl.constexpr = ASM.exchange
+    types: tl.constexpr = (tl.int32,) * 4
+    return tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, (smem + lane * 0, lane, warp), dtype=types, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def signs_of(lane, TRANSFORM: tl.constexpr):
+    """A thread's signs for the three products."""
+    MASKS: tl.constexpr = TRANSFORM.masks
     g, t = lane // 4, lane % 4 * 2
-    return sign_pair(g, t, first), sign_pair(g, t, second), sign_pair(g, t, third)
+    return sign_pair(g, t, MASKS[0]), sign_pair(g, t, MASKS[1]), sign_pair(g, t, MASKS[2])
 
 
 @triton.jit
-def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr):
-    """H times the values of a tile, or of two at once, without the factor.
+def _buffer(exchange, NUMBER: tl.constexpr):
+    """The addresses in the first or the second buffer."""
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (exchange[i] + NUMBER * BUFFER,)
+    return found
+
+
+@triton.jit
+def transform(values, signs, exchange, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr):
+    """H times the values of a tile, or of two at once, without the factor. signs: of TRANSFORM.
 
     NUMBER: index of the transform in its kernel, so that consecutive ones use different buffers. Two tiles use both; then
     WAITS must be set for this transform and the next.
@@ -169,7 +208,7 @@ def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TR
     return tl.inline_asm_elementwise(
         PTX.text,
         PTX.constraints,
-        values + signs + (smem + START * BUFFER,),
+        values + signs + _buffer(exchange, START),
         dtype=types,
         is_pure=False,
         pack=1,
@@ -178,17 +217,25 @@ def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TR
 
 @triton.jit
 def transform_to_int8(
-    values, signs, smem, high, low, scale, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr
+    values,
+    signs,
+    exchange,
+    smem,
+    high,
+    low,
+    NUMBER: tl.constexpr,
+    WAITS: tl.constexpr,
+    TRANSFORM: tl.constexpr,
 ):
-    """The same in 16-bit fixed point, stored at the addresses of the thread's first high and low bytes, with the tile's
-    scales and sums (`hadamard_transform_int8`)."""
+    """The same in 16-bit fixed point, stored at the addresses of the thread's first high and low bytes. Returns the tile's
+    scale, the sum of its integers, that of their high bytes, and that of what `sum_warp` has added, in every thread."""
     PTX: tl.constexpr = TRANSFORM.ptx[0][WAITS]
     zero = signs[0] * 0
-    tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         PTX.text, PTX.constraints,
-        values + signs + (smem + NUMBER % 2 * BUFFER, smem + 2 * BUFFER)
-        + ((high + zero).to(tl.int64), (low + zero).to(tl.int64), (scale + zero).to(tl.int64)),
-        dtype=tl.int32, is_pure=False, pack=1,
+        values + signs + _buffer(exchange, NUMBER % 2)
+        + (smem + 2 * BUFFER, (high + zero).to(tl.int64), (low + zero).to(tl.int64)),
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -13,11 +13,17 @@ In shared memory the 256 values of a warp are 260 words apart, and 16 columns ar
 product ends with four neighbours of rows g and g + 8: what it reads as column 2 t + e of its n8 tile i is value 4 t + 2 i +
 e. In every other pair of 16 columns the two n8 tiles are swapped. This avoids all bank conflicts.
 
-Values enter the tensor cores as two bfloat16, the rounded value and the remainder, so a product is accurate to 2^-16.
+Values enter the tensor cores as two bfloat16, the rounded value and the remainder, so a product is accurate to 2^-16. Where
+a kernel does more than transform, they enter as tf32, of which the tensor cores ignore the low 13 bits, so a product takes
+no other instructions and is accurate to 2^-12: what such a kernel writes is rounded to 16 bits anyway. Cutting off bits
+makes values smaller by 2^-11.5 on average (of normal ones, in the sense of least squares), which the kernel's factor makes
+good (TF32_FACTOR).
 """
 
 import struct
+from collections.abc import Callable
 from functools import cache
+from typing import cast
 
 from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx, mma_k16_types, mma_line
 
@@ -25,6 +31,7 @@ HADAMARD_TILE = 4096  # values per CTA, which share a scale in int8
 MAX_INT = 32512  # 127 * 256, the fixed-point limit: the high byte is never 128
 MIN_SCALE_BITS = 0x03800000  # 2^-120, the smallest scale that has an inverse
 ROUNDING_BITS = 0x4B400000  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+TF32_FACTOR = (1 + 2**-11.47) ** 3  # of a transform by three products in tf32
 WARP_STRIDE = 1040  # bytes from one warp's values to the next warp's, in shared memory
 VALUES_BYTES = 16 * WARP_STRIDE
 # shared memory of a transform fused into another kernel: high bytes, low bytes, the kernel's cross-warp sums, 32 words
@@ -33,8 +40,17 @@ SUMS_OFFSET = 2 * LOW_BYTES_OFFSET
 MIN_SUM_BYTES, MAX_SUM_BYTES = 16384, 28672
 
 
+Exchange = tuple[
+    str, str, str, str
+]  # addresses in shared memory: two where a lane writes, two where it reads
+
+
 class TileBuilder(PtxBuilder):
-    """Appends the stages of a tile's transform."""
+    """Appends the stages of a tile's transform; `tf32`: in tf32, less TF32_FACTOR."""
+
+    def __init__(self, *, tf32: bool = False) -> None:
+        super().__init__()
+        self.tf32 = tf32
 
     def split_bf16(self, low: str, high: str) -> tuple[str, str]:
         """Pairs of bfloat16: two float32 values rounded, and their remainders."""
@@ -49,6 +65,14 @@ class TileBuilder(PtxBuilder):
 
     def multiply(self, signs: tuple[str, ...], rows: list[str], out: list[str]) -> None:
         """out = signs [16, 16] @ a matrix of 8 columns, whose rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 are `rows`."""
+        if self.tf32:
+            sums = ["0f00000000"] * 4
+            for i in range(2):
+                to = out if i else [self.register("acc") for _ in range(4)]
+                own, part = signs[4 * i : 4 * i + 4], rows[2 * i : 2 * i + 2]
+                self.emit(mma_line("m16n8k8", "f32.tf32.tf32.f32", to, own, part, sums))
+                sums = to
+            return
         parts = list(zip(self.split_bf16(*rows[:2]), self.split_bf16(*rows[2:]), strict=True))
         sums = ["0f00000000"] * 4
         for i, part in enumerate(parts[::-1]):  # the remainders first
@@ -58,11 +82,31 @@ class TileBuilder(PtxBuilder):
 
     def sign_fragment(self, quadrant: str, *, mixes_halves: bool = True) -> tuple[str, ...]:
         """The left operand's four registers; `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]], or
-        [[H, 0], [0, H]] if the halves are not mixed."""
+        [[H, 0], [0, H]] if the halves are not mixed. In tf32 two operands of eight columns, eight registers: columns 2 t
+        and 2 t + 1 of the sixteen are t and t + 4 of the first, 2 t + 8 and 2 t + 9 those of the second."""
+        zero = self.new("zero", "mov.b32 {d}, 0;")
+        negated = self.new("negated", f"xor.b32 {{d}}, {quadrant}, 0x80008000;") if mixes_halves else zero
+        if not self.tf32:
+            return (
+                (quadrant, quadrant, quadrant, negated) if mixes_halves else (quadrant, zero, zero, quadrant)
+            )
+
+        def even_and_odd(pair: str) -> tuple[str, str]:
+            """Two bfloat16 as float32, which tf32 holds exactly."""
+            even = self.new("sign", f"shl.b32 {{d}}, {pair}, 16;")
+            return even, self.new("sign", f"and.b32 {{d}}, {pair}, 0xffff0000;")
+
+        even, odd = even_and_odd(quadrant)
+        # computed in another way, so that ptxas holds both: an operand's registers are adjacent, so it would copy them
+        # before every product
+        even_again = self.new("sign", f"prmt.b32 {{d}}, {quadrant}, {zero}, 0x1044;")
+        odd_again = self.new("sign", f"prmt.b32 {{d}}, {quadrant}, {zero}, 0x3244;")
         if not mixes_halves:
-            zero = self.new("zero", "mov.b32 {d}, 0;")
-            return quadrant, zero, zero, quadrant
-        return quadrant, quadrant, quadrant, self.new("negated", f"xor.b32 {{d}}, {quadrant}, 0x80008000;")
+            return even, zero, odd, zero, zero, even_again, zero, odd_again
+        minus_even, minus_odd = even_and_odd(negated)
+        third_even = self.new("sign", f"prmt.b32 {{d}}, {zero}, {quadrant}, 0x5400;")
+        third_odd = self.new("sign", f"prmt.b32 {{d}}, {zero}, {quadrant}, 0x7600;")
+        return even, even_again, odd, odd_again, third_even, minus_even, third_odd, minus_odd
 
     def transform_warp(
         self, x: list[str], first: str, second: str, out: list[str], *, second_mixes_halves: bool = True
@@ -78,19 +122,15 @@ class TileBuilder(PtxBuilder):
         self.multiply(signs, upper[:2] + lower[:2], [*out[:2], *out[4:6]])
         self.multiply(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])
 
-    def transform_tile(
-        self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str], *,
-        second_mixes_halves: bool = True, waits: bool = False,
-    ) -> tuple[str, str, str]:  # fmt: skip
-        """All three products, through VALUES_BYTES of shared memory per tile at `smem`; returns thread, lane and warp.
+    def thread(self) -> tuple[str, str, str]:
+        """Number of the thread, its lane and its warp."""
+        thread = self.new("thread", "mov.u32 {d}, %tid.x;")
+        lane = self.new("lane", f"and.b32 {{d}}, {thread}, 31;")
+        return thread, lane, self.new("warp", f"shr.u32 {{d}}, {thread}, 5;")
 
-        For several tiles x and out hold eight values each, tile after tile, and the tiles share a barrier. Without
-        `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]]. `waits`: a barrier before the first
-        write, needed if other warps may still read the results of the kernel's previous transform.
-        """
+    def exchange(self, smem: str, lane: str, warp: str) -> Exchange:
+        """Where a lane writes and reads between the second product and the third, in shared memory from `smem` on."""
         new = self.new
-        thread = new("thread", "mov.u32 {d}, %tid.x;")
-        lane, warp = new("lane", f"and.b32 {{d}}, {thread}, 31;"), new("warp", f"shr.u32 {{d}}, {thread}, 5;")
         base = new("base", f"mov.u32 {{d}}, {smem};")
         self.comment(
             "where a lane writes: its pair of 16 columns, its half of one, and the swap of every other pair"
@@ -103,9 +143,9 @@ class TileBuilder(PtxBuilder):
         swap = new("swap", f"and.b32 {{d}}, {swap}, 32;")
         offset = new("offset", f"add.u32 {{d}}, {offset}, {swap};")
         own = new("own", f"mad.lo.u32 {{d}}, {warp}, {WARP_STRIDE}, {base};")
-        store_to = [new("store_to", f"add.u32 {{d}}, {own}, {offset};")]
+        first = new("store_to", f"add.u32 {{d}}, {own}, {offset};")
         offset = new("offset", f"xor.b32 {{d}}, {offset}, 32;")
-        store_to.append(new("store_to", f"add.u32 {{d}}, {own}, {offset};"))
+        store_to = first, new("store_to", f"add.u32 {{d}}, {own}, {offset};")
         self.comment(
             "where it reads: rows 2 t of 16 columns, which are the warp's, column g of both n8 tiles"
         )
@@ -116,10 +156,21 @@ class TileBuilder(PtxBuilder):
         offset = new("offset", f"mad.lo.u32 {{d}}, {g}, 4, {offset};")
         offset = new("offset", f"mad.lo.u32 {{d}}, {quarter}, {2 * WARP_STRIDE}, {offset};")
         offset = new("offset", f"add.u32 {{d}}, {offset}, {base};")
-        load_from = [new("load_from", f"add.u32 {{d}}, {offset}, {swap};")]
+        first = new("load_from", f"add.u32 {{d}}, {offset}, {swap};")
         swap = new("swap", f"xor.b32 {{d}}, {swap}, 32;")
-        load_from.append(new("load_from", f"add.u32 {{d}}, {offset}, {swap};"))
+        return *store_to, first, new("load_from", f"add.u32 {{d}}, {offset}, {swap};")
 
+    def transform_tile(
+        self, exchange: Exchange, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str], *,
+        second_mixes_halves: bool = True, waits: bool = False,
+    ) -> None:  # fmt: skip
+        """All three products, through VALUES_BYTES of shared memory per tile (`exchange`).
+
+        For several tiles x and out hold eight values each, tile after tile, and the tiles share a barrier. Without
+        `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]]. `waits`: a barrier before the first
+        write, needed if other warps may still read the results of the kernel's previous transform.
+        """
+        new, store_to, load_from = self.new, exchange[:2], exchange[2:]
         count = len(x) // 8
         mixed = [self.register("mixed") for _ in x]
         for tile in range(count):
@@ -145,17 +196,27 @@ class TileBuilder(PtxBuilder):
         ]  # fmt: skip
         for i, rows in enumerate(columns):
             self.multiply(third, rows, [out[8 * (i // 2) + 2 * (i % 2) + j] for j in (0, 1, 4, 5)])
-        return thread, lane, warp
+
+    def sum_of_warps(self, lane: str, words: str, out: str) -> None:
+        """The sum of 16 words of shared memory, in every thread."""
+        own = self.new("own", f"and.b32 {{d}}, {lane}, 15;")
+        own = self.new("own", f"mad.lo.u32 {{d}}, {own}, 4, {words};")
+        total = self.new("total", f"ld.shared.b32 {{d}}, [{own}];")
+        for lanes in (8, 4, 2, 1):
+            other = self.new("other", f"shfl.sync.bfly.b32 {{d}}, {total}, {lanes}, 0x1f, 0xffffffff;")
+            total = self.new("total", f"add.f32 {{d}}, {total}, {other};")
+        self.emit(f"mov.b32 {out}, {total};")
 
     def quantize(
         self, values: list[str], smem: tuple[str, ...], lane: str, warp: str, space: str, to: tuple[str, str],
-        next_four: int = 2048,
+        next_four: int = 2048, meanwhile: Callable[[], None] = lambda: None,
     ) -> list[str]:  # fmt: skip
         """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
         four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads, then
         those of the high bytes alone if `smem` has words for their sums.
 
         `smem`: 16 words of shared memory each for the warps' largest values, their sums, and optionally the high bytes'.
+        `meanwhile` appends what can be done while other warps look for their largest value.
         """
         new = self.new
         self.comment("the largest absolute value of a lane, a warp, all warps")
@@ -169,7 +230,9 @@ class TileBuilder(PtxBuilder):
         of_other = [new("of_other", f"mad.lo.u32 {{d}}, {other}, 4, {address};") for address in begin]
         # the bits of nonnegative floats compare like integers
         most = new("most", f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;")
-        self.emit(f"st.shared.b32 [{of_warp[0]}], {most};", "bar.sync 0;")
+        self.emit(f"st.shared.b32 [{of_warp[0]}], {most};")
+        meanwhile()
+        self.emit("bar.sync 0;")
         most = new("most", f"ld.shared.b32 {{d}}, [{of_other[0]}];")
         most = new("most", f"redux.sync.max.u32 {{d}}, {most}, 0xffffffff;")
         self.comment("the scale, and the values as integers in the low bits of a float")
@@ -237,7 +300,9 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
     declarations = f".shared .align 16 .b32 values[{VALUES_BYTES // 4}];\n"
     results = [ptx.register("result") for _ in range(8)] if int8 else outputs
     values = [f"${8 + i}" for i in range(8)]
-    thread, lane, warp = ptx.transform_tile("values", values, ("$16", "$24", "$32"), mix_bit_11, results)
+    thread, lane, warp = ptx.thread()
+    exchange = ptx.exchange("values", lane, warp)
+    ptx.transform_tile(exchange, values, ("$16", "$24", "$32"), mix_bit_11, results)
     constraints = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
     if int8:
         smem = ("maxima", "totals", "high_totals")
@@ -255,19 +320,18 @@ def register_transform_ptx(
 ) -> Ptx:
     """Tiles that stay in registers, for tensors of one element per thread (`registers.py`).
 
-    Outputs: 8 per tile. Inputs: as many values, the signs of three products, the address of VALUES_BYTES of shared memory
-    per tile.
+    Outputs: 8 per tile. Inputs: as many values, the signs of three products, the four addresses of `exchange_ptx`.
     """
-    ptx, count = TileBuilder(), 8 * tiles
+    ptx, count = TileBuilder(tf32=True), 8 * tiles
     outputs, values = [f"${i}" for i in range(count)], [f"${count + i}" for i in range(count)]
     results = [ptx.register("result") for _ in range(count)]
-    first, second, third, smem = (f"${2 * count + i}" for i in range(4))
+    first, second, third, *addresses = (f"${2 * count + i}" for i in range(7))
     ptx.transform_tile(
-        smem, values, (first, second, third), third_mixes_halves, results,
+        cast(Exchange, tuple(addresses)), values, (first, second, third), third_mixes_halves, results,
         second_mixes_halves=second_mixes_halves, waits=waits,
     )  # fmt: skip
     ptx.emit(*(f"mov.b32 {to}, {result};" for to, result in zip(outputs, results, strict=True)))
-    return ptx.build(["=f"] * count + ["f"] * count + ["r"] * 4)
+    return ptx.build(["=f"] * count + ["f"] * count + ["r"] * 7)
 
 
 @cache
@@ -276,31 +340,41 @@ def register_transform_int8_ptx(
 ) -> Ptx:
     """The same in int8, stored in global memory.
 
-    Output: one, undefined. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 48
-    words of shared memory, of the thread's high bytes, of its low bytes, and of the tile's scales and sums.
+    Outputs, the same in all threads: the tile's scale, the sum of its integers, the sum of their high bytes, and what
+    `sum_warp_ptx` has stored before, added. Inputs: 8 values, the signs of three products, the four addresses of
+    `exchange_ptx`, that of 64 words of shared memory, of the thread's high bytes, and of its low bytes.
     """
-    ptx = TileBuilder()
-    values = [f"${1 + i}" for i in range(8)]
+    ptx = TileBuilder(tf32=True)
+    values = [f"${4 + i}" for i in range(8)]
     results = [ptx.register("result") for _ in range(8)]
-    thread, lane, warp = ptx.transform_tile(
-        "$12",
+    _, lane, warp = ptx.thread()
+    ptx.transform_tile(
+        ("$15", "$16", "$17", "$18"),
         values,
-        ("$9", "$10", "$11"),
+        ("$12", "$13", "$14"),
         third_mixes_halves,
         results,
         second_mixes_halves=second_mixes_halves,
         waits=waits,
     )
-    totals, high_totals = (ptx.new("words", f"add.u32 {{d}}, $13, {64 * i};") for i in (1, 2))
-    found = ptx.quantize(
-        results, ("$13", totals, high_totals), lane, warp, "global", ("$14", "$15"), next_four=next_four
-    )
-    ptx.emit(
-        f"setp.eq.u32 p, {thread}, 0;",
-        f"@p st.global.v4.b32 [$16], {{{', '.join(found)}}};",
-        "mov.b32 $0, 0;",
-    )
-    return ptx.build(["=r"] + ["f"] * 8 + ["r"] * 5 + ["l"] * 3, ".reg .pred p;\n")
+    words = ["$19", *(ptx.new("words", f"add.u32 {{d}}, $19, {64 * i};") for i in (1, 2, 3))]
+    scale, total, _, high_total = ptx.quantize(
+        results, tuple(words[:3]), lane, warp, "global", ("$20", "$21"), next_four=next_four,
+        meanwhile=lambda: ptx.sum_of_warps(lane, words[3], "$3"),
+    )  # fmt: skip
+    ptx.emit(*(f"mov.b32 ${i}, {value};" for i, value in enumerate((scale, total, high_total))))
+    return ptx.build(["=f"] * 4 + ["f"] * 8 + ["r"] * 8 + ["l"] * 2)
+
+
+@cache
+def exchange_ptx() -> Ptx:
+    """The addresses of `TileBuilder.exchange`, which kernels compute once.
+
+    Outputs: 4. Inputs: the address of VALUES_BYTES of shared memory per tile, the lane, the warp.
+    """
+    ptx = TileBuilder()
+    ptx.emit(*(f"mov.b32 ${i}, {address};" for i, address in enumerate(ptx.exchange("$4", "$5", "$6"))))
+    return ptx.build(["=r"] * 4 + ["r"] * 3)
 
 
 def fused_smem_bytes(sum_bytes: int) -> int:
@@ -312,25 +386,26 @@ def fused_smem_bytes(sum_bytes: int) -> int:
 def fused_transform_ptx(mix_bit_11: bool, smem_bytes: int) -> Ptx:
     """A tile in int8 that stays in shared memory, for tensors of one element per thread.
 
-    Outputs: scale and sum, the same in all lanes. Inputs: 8 values, the signs of three products, the address of
-    `smem_bytes` of shared memory, the addresses of the lane's high bytes of row g and of its low bytes, below SUMS_OFFSET,
-    where the values were exchanged.
+    Outputs: scale and sum, the same in all lanes. Inputs: 8 values, the signs of three products, the four addresses of
+    `exchange_ptx`, that of `smem_bytes` of shared memory, the addresses of the lane's high bytes of row g and of its low
+    bytes, below SUMS_OFFSET, where the values were exchanged.
     """
-    ptx = TileBuilder()
+    ptx = TileBuilder(tf32=True)
     results = [ptx.register("result") for _ in range(8)]
     values = [f"${2 + i}" for i in range(8)]
-    _, lane, warp = ptx.transform_tile("$13", values, ("$10", "$11", "$12"), mix_bit_11, results)
-    maxima, totals = (ptx.new("words", f"add.u32 {{d}}, $13, {smem_bytes - 128 + 64 * i};") for i in range(2))
-    scale, total = ptx.quantize(results, (maxima, totals), lane, warp, "shared", ("$14", "$15"))
+    _, lane, warp = ptx.thread()
+    ptx.transform_tile(("$13", "$14", "$15", "$16"), values, ("$10", "$11", "$12"), mix_bit_11, results)
+    maxima, totals = (ptx.new("words", f"add.u32 {{d}}, $17, {smem_bytes - 128 + 64 * i};") for i in range(2))
+    scale, total = ptx.quantize(results, (maxima, totals), lane, warp, "shared", ("$18", "$19"))
     ptx.emit(f"mov.b32 $0, {scale};", f"mov.b32 $1, {total};")
-    return ptx.build(["=f"] * 2 + ["f"] * 8 + ["r"] * 6)
+    return ptx.build(["=f"] * 2 + ["f"] * 8 + ["r"] * 10)
 
 
 @cache
-def sum_threads_ptx() -> Ptx:
-    """The sum of one value per thread over 512 threads, as a tree: within warps, then over them.
+def sum_warp_ptx() -> Ptx:
+    """The sum over a warp of one value per thread, into shared memory.
 
-    Output: the sum, in every thread. Inputs: the value, its lane and warp, the address of 16 words of shared memory.
+    Output: the sum, in every lane. Inputs: the value, its lane and warp, the address of 16 words, one for each warp.
     """
     ptx = PtxBuilder()
     total = "$1"
@@ -338,18 +413,21 @@ def sum_threads_ptx() -> Ptx:
         other = ptx.new("other", f"shfl.sync.bfly.b32 {{d}}, {total}, {lanes}, 0x1f, 0xffffffff;")
         total = ptx.new("total", f"add.f32 {{d}}, {total}, {other};")
     own = ptx.new("own", "mad.lo.u32 {d}, $3, 4, $4;")
-    ptx.emit("setp.eq.u32 p, $2, 0;", f"@p st.shared.b32 [{own}], {total};", "bar.sync 0;")
-    words = [ptx.register("word") for _ in range(16)]
-    for i in range(0, 16, 4):
-        ptx.emit(f"ld.shared.v4.b32 {{{', '.join(words[i : i + 4])}}}, [$4 + {4 * i}];")
-    while len(words) > 1:
-        half = len(words) // 2
-        words = [
-            ptx.new("word", f"add.f32 {{d}}, {a}, {b};")
-            for a, b in zip(words[:half], words[half:], strict=True)
-        ]
-    ptx.emit(f"mov.b32 $0, {words[0]};")
+    ptx.emit("setp.eq.u32 p, $2, 0;", f"@p st.shared.b32 [{own}], {total};", f"mov.b32 $0, {total};")
     return ptx.build(["=f", "f", "r", "r", "r"], ".reg .pred p;\n")
+
+
+@cache
+def sum_of_warps_ptx(waits: bool) -> Ptx:
+    """The sum of what `sum_warp_ptx` stored, in every thread; `waits`: at a barrier, unless there was one since.
+
+    Output: the sum. Inputs: the lane, the address of the 16 words.
+    """
+    ptx = TileBuilder()
+    if waits:
+        ptx.emit("bar.sync 0;")
+    ptx.sum_of_warps("$1", "$2", "$0")
+    return ptx.build(["=f", "r", "r"])
 
 
 @cache

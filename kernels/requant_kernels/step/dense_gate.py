@@ -13,7 +13,7 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.hadamard import products
 from requant_kernels.hadamard.products import sides, transformed
 from requant_kernels.step.gated import activated
-from requant_kernels.step.rotated import finished
+from requant_kernels.step.rotated import output_of
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
 VALUES, NUM_WARPS = 4096, 4  # per CTA; values of each of the three
@@ -42,8 +42,8 @@ def dense_gate_kernel(
         gate_bias = tl.load(gate_bias_ptr + turned)
     if up_bias_ptr is not None:
         up_bias = tl.load(up_bias_ptr + turned)
-    gate = finished(gate, tl.load(gate_scales_ptr + turned), gate_bias, DTYPE)
-    up = finished(up, tl.load(up_scales_ptr + turned), up_bias, DTYPE)
+    gate = output_of(gate, tl.load(gate_scales_ptr + turned).to(tl.float32), gate_bias).to(DTYPE)
+    up = output_of(up, tl.load(up_scales_ptr + turned).to(tl.float32), up_bias).to(DTYPE)
     h = (activated(gate, ACTIVATION) * up.to(tl.float32)).to(DTYPE)
     h = (h.to(tl.float32) * tl.load(input_scales_ptr + turned).to(tl.float32)).to(DTYPE)
     y = transformed(h, L, B, A, FACTOR)

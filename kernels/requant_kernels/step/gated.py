@@ -18,13 +18,20 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @triton.jit
-def activated(gate, ACTIVATION: tl.constexpr):
-    """The activation of a gate, rounded to its type, as float32."""
-    x = gate.to(tl.float32)
+def logit_of(x, ACTIVATION: tl.constexpr):
+    """The activation of x is x times the sigmoid of this."""
     if ACTIVATION == "silu":
         z = x
     else:  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return z
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """The activation of a gate, rounded to its type, as float32."""
+    x = gate.to(tl.float32)
+    z = logit_of(x, ACTIVATION)
     return (x / (1.0 + tl.exp(-z))).to(gate.dtype).to(tl.float32)
 
 

@@ -20,28 +20,34 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import wait_with
 from requant_kernels.hadamard.registers import (
-    ALLOCATE,
     NATURAL,
     TileTransform,
     allocate_smem,
+    exchange_in,
     index_of,
     lane_and_warp,
     load_eight,
+    signs_of,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.step import dense_gate
-from requant_kernels.step.gated import activated
+from requant_kernels.step.gated import logit_of
 from requant_kernels.step.rotated import (
+    ASSEMBLY,
     MAX_TILES,
     NUM_WARPS,
     Target,
-    finished,
+    input_factors,
     load_product,
+    output_factors,
+    outputs_of,
     rotate,
     rotate_and_store,
+    rounded,
+    sigmoid,
     target_of,
     tiles_of_block,
 )
@@ -64,7 +70,7 @@ class GateShape:
 @triton.jit
 def rotated_gate_kernel(
     gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, scales_ptr,
-    SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    SHAPE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`num_tiles` tiles of one token; grid (tiles / num_tiles, tokens)."""
     FINISH: tl.constexpr = SHAPE.finish
@@ -74,14 +80,17 @@ def rotated_gate_kernel(
     COUNT: tl.constexpr = SHAPE.num_tiles
     WIDTH: tl.constexpr = SHAPE.width
     TARGET: tl.constexpr = SHAPE.target
-    HELD: tl.constexpr = TARGET.transform.after
+    AGAIN: tl.constexpr = TARGET.transform
+    HELD: tl.constexpr = AGAIN.after
     GATE: tl.constexpr = SHAPE.gate
     UP: tl.constexpr = SHAPE.up
     CROSSES: tl.constexpr = SHAPE.crosses
     token, tile = tl.program_id(1).to(tl.int64), tl.program_id(0) * COUNT
     lane, warp = lane_and_warp()
     index = tile * 4096 + index_of(lane, warp, AFTER)
-    smem = allocate_smem(lane, ALLOCATE)
+    first = tile * 4096 + index_of(lane, warp, BEFORE)
+    held = index_of(lane, warp, HELD)
+    smem = allocate_smem(lane, ASM)
     gate_scales, up_scales, gate_bias, up_bias, input_scales = (), (), (), (), ()
     for t in tl.static_range(COUNT):  # what no previous launch has written
         gate_scales = gate_scales + load_eight(gate_scales_ptr, t * 4096 + index, WIDTH, NEXT)
@@ -91,29 +100,60 @@ def rotated_gate_kernel(
             gate_bias = gate_bias + load_eight(gate_bias_ptr, t * 4096 + index, WIDTH, NEXT)
         if up_bias_ptr is not None:
             up_bias = up_bias + load_eight(up_bias_ptr, t * 4096 + index, WIDTH, NEXT)
-    wait_for_previous_launch(PDL, False)
+    signs, exchange = signs_of(lane, FINISH), exchange_in(smem, lane, warp, ASM)
+    floats, integers = wait_with(
+        output_factors(gate_scales, GATE, FINISH) + output_factors(up_scales, UP, FINISH)
+        + input_factors(input_scales, TARGET), signs + exchange + (first // 8, held // 4), PDL, False,
+    )  # fmt: skip
+    gate_factors, up_factors, factors = (
+        floats[: 8 * COUNT],
+        floats[8 * COUNT : 16 * COUNT],
+        floats[16 * COUNT :],
+    )
+    signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]
+    held = 4 * integers[8]
     gate, up = (), ()
     for t in tl.static_range(COUNT):
-        first = (tile + t) * 4096 + index_of(lane, warp, BEFORE)
-        gate = gate + load_product(gate_ptr, token, first, WIDTH, GATE, FINISH)
-        up = up + load_product(up_ptr, token, first, WIDTH, UP, FINISH)
+        gate = gate + load_product(gate_ptr, token, t * 4096 + first, WIDTH, GATE, FINISH)
+        up = up + load_product(up_ptr, token, t * 4096 + first, WIDTH, UP, FINISH)
     if COUNT == 1:  # a tile of each: transform both at once
-        both = rotate(gate + up, lane, smem, 0, False, FINISH, False)
+        both = rotate(gate + up, signs, exchange, 0, False, FINISH, False)
         gate, up = both[0:8], both[8:16]
     else:
-        gate = rotate(gate, lane, smem, 0, False, FINISH, CROSSES)
-        up = rotate(up, lane, smem, 0, True, FINISH, CROSSES)
+        gate = rotate(gate, signs, exchange, 0, False, FINISH, CROSSES)
+        up = rotate(up, signs, exchange, 0, True, FINISH, CROSSES)
+    gate = rounded(outputs_of(gate, gate_factors, gate_bias), DTYPE, ASM)
+    up = rounded(outputs_of(up, up_factors, up_bias), DTYPE, ASM)
     y = ()
     for i in tl.static_range(8 * COUNT):
-        g = finished(gate[i], gate_scales[i], None if gate_bias_ptr is None else gate_bias[i], DTYPE)
-        u = finished(up[i], up_scales[i], None if up_bias_ptr is None else up_bias[i], DTYPE)
-        y = y + (activated(g, ACTIVATION) * u.to(tl.float32),)
-    h = ()
+        y = y + (gate[i] * sigmoid(logit_of(gate[i], ACTIVATION), ASM),)
+    y, h = rounded(y, DTYPE, ASM), ()
     for i in tl.static_range(8 * COUNT):
-        h = h + (y[i].to(DTYPE),)
-    held = index_of(lane, warp, HELD)
+        h = h + (y[i] * up[i],)
+    y, h = rounded(h, DTYPE, ASM), ()
+    for i in tl.static_range(8 * COUNT):
+        h = h + (y[i] * factors[i],)
+    if AGAIN.masks != FINISH.masks:
+        signs = signs_of(lane, AGAIN)
     rotate_and_store(
-        h, input_scales, lane, held, smem, token, tile, y_ptr, scales_ptr, 0, True, TARGET, CROSSES
+        h,
+        signs,
+        exchange,
+        lane,
+        warp,
+        held,
+        smem,
+        token,
+        tile,
+        y_ptr,
+        scales_ptr,
+        None,
+        0,
+        True,
+        TARGET,
+        CROSSES,
+        WIDTH,
+        ASM,
     )
 
 
@@ -164,6 +204,6 @@ def _constants(
         target=target_of(form, finish.after, width),
     )  # fmt: skip
     return {
-        "SHAPE": shape, "ALLOCATE": ALLOCATE, "DTYPE": TYPES[dtype], "ACTIVATION": activation, "PDL": pdl,
+        "SHAPE": shape, "ASM": ASSEMBLY, "DTYPE": TYPES[dtype], "ACTIVATION": activation, "PDL": pdl,
         "num_warps": NUM_WARPS, "num_stages": 1, **options,
     }  # fmt: skip

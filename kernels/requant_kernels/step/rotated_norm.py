@@ -2,8 +2,12 @@
 
     x += output_scales * H product + bias;   y = weight * x / rms(x);   activations = H (input_scales * y)
 
-A CTA has a whole token, since the norm needs all of it. Every value is rounded where `trellis/rotate.py` and `rms_norm.py`
-round it. Either end may be absent: a model's first norm follows no product, and after the last one y itself is returned.
+A CTA has a whole token, since the norm needs all of it. x is rounded where `trellis/rotate.py` and `rms_norm.py` round it;
+y, where it is rotated, is not: its division by rms(x) comes after the rotation, which therefore does not wait for the sum of
+squares. Either end may be absent: a model's first norm follows no product, and after the last one y itself is returned.
+
+After a product x is read before the previous launch has finished. So that launch must not have written it, and of those
+between it and the one that has, one must trigger the next only after its own wait (the launch of RoPE or the gate, here).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -20,27 +24,30 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import wait_with
 from requant_kernels.hadamard.registers import (
-    ALLOCATE,
     NATURAL,
-    SUM_THREADS,
     TileTransform,
     allocate_smem,
+    exchange_in,
     index_of,
     lane_and_warp,
     load_eight,
+    signs_of,
     store_eight,
-    sum_threads,
+    sum_of_warps,
+    sum_warp,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.step.rotated import (
+    ASSEMBLY,
     MAX_TILES,
     NUM_WARPS,
     Target,
-    finished,
     load_product,
+    output_factors,
+    outputs_of,
     rotate,
     rotate_and_store,
     target_of,
@@ -69,7 +76,7 @@ def _store_row(pointer, index, values, WIDTH: tl.constexpr, NEXT: tl.constexpr):
 @triton.jit
 def rotated_norm_kernel(
     product_ptr, output_scales_ptr, bias_ptr, x_ptr, weight_ptr, input_scales_ptr, y_ptr, scales_ptr, eps,
-    SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+    SHAPE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; grid (1, tokens). x `[m, width]` becomes the sum."""
     FINISH: tl.constexpr = SHAPE.finish
@@ -79,54 +86,91 @@ def rotated_norm_kernel(
     COUNT: tl.constexpr = SHAPE.num_tiles
     WIDTH: tl.constexpr = SHAPE.width
     SOURCE: tl.constexpr = SHAPE.source
+    TARGET: tl.constexpr = SHAPE.target
+    AGAIN: tl.constexpr = FINISH if TARGET is None else TARGET.transform
+    HELD: tl.constexpr = AGAIN.after
     CROSSES: tl.constexpr = SHAPE.crosses
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     token = tl.program_id(1).to(tl.int64)
     lane, warp = lane_and_warp()
-    index = index_of(lane, warp, AFTER)
-    smem = allocate_smem(lane, ALLOCATE)
-    output_scales, bias, weight, input_scales = (), (), (), ()
-    for t in tl.static_range(COUNT):  # what no previous launch has written
+    index, first = index_of(lane, warp, AFTER), index_of(lane, warp, BEFORE)
+    smem = allocate_smem(lane, ASM)
+    row = x_ptr + token * WIDTH
+    output_scales, bias, weight, input_scales, x, z = (), (), (), (), (), ()
+    for t in tl.static_range(COUNT):  # what the previous launch has not written
         weight = weight + load_eight(weight_ptr, t * 4096 + index, WIDTH, NEXT)
         if product_ptr is not None:
             output_scales = output_scales + load_eight(output_scales_ptr, t * 4096 + index, WIDTH, NEXT)
+            x = x + load_eight(row, t * 4096 + index, WIDTH, NEXT)
         if bias_ptr is not None:
             bias = bias + load_eight(bias_ptr, t * 4096 + index, WIDTH, NEXT)
         if input_scales_ptr is not None:
             input_scales = input_scales + load_eight(input_scales_ptr, t * 4096 + index, WIDTH, NEXT)
-    wait_for_previous_launch(PDL, False)
-    x, z = (), ()
-    for t in tl.static_range(COUNT):
-        if product_ptr is not None:
-            first = t * 4096 + index_of(lane, warp, BEFORE)
-            z = z + load_product(product_ptr, token, first, WIDTH, SOURCE, FINISH)
-        x = x + load_eight(x_ptr + token * WIDTH, t * 4096 + index, WIDTH, NEXT)
+    output, inputs = (), ()
     if product_ptr is not None:
-        z = rotate(z, lane, smem, 0, False, FINISH, CROSSES)
-        total = ()
+        output = output_factors(output_scales, SOURCE, FINISH)
+    if input_scales_ptr is not None:
         for i in tl.static_range(8 * COUNT):
-            delta = finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE)
-            total = total + ((x[i].to(tl.float32) + delta.to(tl.float32)).to(DTYPE),)
+            factor = input_scales[i].to(tl.float32) * TARGET.transform.factor
+            inputs = inputs + (weight[i].to(tl.float32) * factor,)
+    signs, exchange, held = (
+        signs_of(lane, FINISH),
+        exchange_in(smem, lane, warp, ASM),
+        index_of(lane, warp, HELD),
+    )
+    floats, integers = wait_with(output + inputs, signs + exchange + (first // 8, held // 4), PDL, False)
+    output, inputs = floats[: len(output)], floats[len(output) :]
+    signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]
+    held = 4 * integers[8]
+    if product_ptr is None:
+        for t in tl.static_range(COUNT):
+            x = x + load_eight(row, t * 4096 + index, WIDTH, NEXT)
+    else:
+        for t in tl.static_range(COUNT):
+            z = z + load_product(product_ptr, token, t * 4096 + first, WIDTH, SOURCE, FINISH)
+        z = rotate(z, signs, exchange, 0, False, FINISH, CROSSES)
+        delta, total = outputs_of(z, output, bias), ()
+        for i in tl.static_range(8 * COUNT):
+            total = total + ((x[i].to(tl.float32) + delta[i].to(DTYPE).to(tl.float32)).to(DTYPE),)
         x = total
         for t in tl.static_range(COUNT):
-            _store_row(x_ptr + token * WIDTH, t * 4096 + index, x[8 * t : 8 * t + 8], WIDTH, NEXT)
+            _store_row(row, t * 4096 + index, x[8 * t : 8 * t + 8], WIDTH, NEXT)
     squares = tl.zeros([512], tl.float32)
     for i in tl.static_range(8 * COUNT):
         squares += x[i].to(tl.float32) * x[i].to(tl.float32)
-    scale = tl.rsqrt(sum_threads(squares, lane, warp, smem, SUM) / WIDTH + eps)
+    sum_warp(squares, lane, warp, smem, ASM)
     y = ()
-    for i in tl.static_range(8 * COUNT):
-        normalized = (x[i].to(tl.float32) * scale).to(DTYPE)
-        y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(DTYPE),)
     if input_scales_ptr is None:
+        scale = tl.rsqrt(sum_of_warps(lane, smem, True, ASM) / WIDTH + eps)
+        for i in tl.static_range(8 * COUNT):
+            normalized = (x[i].to(tl.float32) * scale).to(DTYPE)
+            y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(DTYPE),)
         for t in tl.static_range(COUNT):
             _store_row(y_ptr + token * WIDTH, t * 4096 + index, y[8 * t : 8 * t + 8], WIDTH, NEXT)
     else:
-        TARGET: tl.constexpr = SHAPE.target
-        HELD: tl.constexpr = TARGET.transform.after
-        held = index_of(lane, warp, HELD)
+        if AGAIN.masks != FINISH.masks:
+            signs = signs_of(lane, AGAIN)
+        for i in tl.static_range(8 * COUNT):
+            y = y + (x[i].to(tl.float32) * inputs[i],)
         rotate_and_store(
-            y, input_scales, lane, held, smem, token, 0, y_ptr, scales_ptr, 1, COUNT == 2, TARGET, CROSSES
+            y,
+            signs,
+            exchange,
+            lane,
+            warp,
+            held,
+            smem,
+            token,
+            0,
+            y_ptr,
+            scales_ptr,
+            eps,
+            1,
+            COUNT == 2,
+            TARGET,
+            CROSSES,
+            WIDTH,
+            ASM,
         )
 
 
@@ -171,8 +215,7 @@ def _constants(
     )  # fmt: skip
     return {
         "SHAPE": shape,
-        "ALLOCATE": ALLOCATE,
-        "SUM": SUM_THREADS,
+        "ASM": ASSEMBLY,
         "PDL": pdl,
         "num_warps": NUM_WARPS,
         "num_stages": 1,

@@ -22,20 +22,30 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import wait_with
 from requant_kernels.hadamard.registers import (
-    ALLOCATE,
     Order,
     TileTransform,
     allocate_smem,
+    exchange_in,
     index_of,
     lane_and_warp,
     load_eight,
+    signs_of,
     store_eight,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.step.rotated import NUM_WARPS, finished, load_product, rotate, tiles_of_block
+from requant_kernels.step.rotated import (
+    ASSEMBLY,
+    NUM_WARPS,
+    load_product,
+    output_factors,
+    outputs_of,
+    rotate,
+    rounded,
+    tiles_of_block,
+)
 from requant_kernels.trellis.operands import Product, Source
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -77,9 +87,9 @@ def head_order(head_dim: int) -> Order:
 @triton.jit
 def _finished_tile(
     product_ptr, output_scales_ptr, bias_ptr, tile, token, lane, warp, smem, PART: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A thread's eight outputs of a tile."""
+    """A thread's eight outputs of a tile, as DTYPE holds them, in float32."""
     FINISH: tl.constexpr = PART.finish
     SOURCE: tl.constexpr = PART.source
     BEFORE: tl.constexpr = FINISH.order
@@ -87,21 +97,35 @@ def _finished_tile(
     NEXT: tl.constexpr = 1 << FINISH.after[2]
     index = tile * 4096 + index_of(lane, warp, AFTER)
     output_scales = load_eight(output_scales_ptr, index, PART.width, NEXT)
-    bias = output_scales
+    bias = ()
     if bias_ptr is not None:
         bias = load_eight(bias_ptr, index, PART.width, NEXT)
-    wait_for_previous_launch(PDL, False)
     first = tile * 4096 + index_of(lane, warp, BEFORE)
+    factors, integers = wait_with(
+        output_factors(output_scales, SOURCE, FINISH),
+        signs_of(lane, FINISH) + exchange_in(smem, lane, warp, ASM) + (first // 8,),
+        PDL,
+        False,
+    )
+    signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]
     z = load_product(product_ptr, token, first, PART.width, SOURCE, FINISH)
-    z = rotate(z, lane, smem, 0, False, FINISH, False)
-    x = ()
-    for i in tl.static_range(8):
-        x = x + (finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE),)
-    return x
+    z = rotate(z, signs, exchange, 0, False, FINISH, False)
+    return rounded(outputs_of(z, factors, bias), DTYPE, ASM)
 
 
 @triton.jit
-def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl.constexpr):
+def _with_rope(
+    x,
+    in_head,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    angles,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """The norm of heads, if any, and RoPE, in float32; `in_head`: the index of a thread's first value in its head.
     `angles`: its four cosines and sines, if `sin_ptr` is None."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -116,22 +140,24 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl
         weight = load_eight(norm_ptr, in_head, HEAD_DIM, HALF)
         squares = tl.zeros([512], tl.float32)
         for i in tl.static_range(8):
-            squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+            squares += x[i] * x[i]
         total = tl.sum(tl.reshape(squares, [512 // LANES, LANES]), 1)
         total = tl.broadcast_to(total[:, None], [512 // LANES, LANES])
         scale = tl.rsqrt(tl.reshape(total, [512]) / HEAD_DIM + eps)
-        y = ()
+        normalized = ()
         for i in tl.static_range(8):
-            normalized = (x[i].to(tl.float32) * scale).to(x[i].dtype)
-            y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(x[i].dtype),)
-        x = y
+            normalized = normalized + (x[i] * scale,)
+        normalized, y = rounded(normalized, DTYPE, ASM), ()
+        for i in tl.static_range(8):
+            y = y + (weight[i].to(tl.float32) * normalized[i],)
+        x = rounded(y, DTYPE, ASM)
     turned = ()
     for i in tl.static_range(8):
-        other = x[(i + 4) % 8].to(tl.float32)
+        other = x[(i + 4) % 8]
         sine = sin[i].to(tl.float32)
         if i < 4:
             sine = -sine
-        turned = turned + (x[i].to(tl.float32) * cos[i].to(tl.float32) + other * sine,)
+        turned = turned + (x[i] * cos[i].to(tl.float32) + other * sine,)
     return turned
 
 
@@ -149,7 +175,7 @@ def _row_of(position_ptr, sin_ptr, token, tokens):
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
     k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row, cache_head,
-    eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+    eps, SHAPE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one token: first those of q, then k, then v; grid (tiles, tokens). Without sines `cos_ptr` is a table with
     cosines followed by sines, `position_ptr` every token's row of it, and keys and values have one row per token."""
@@ -162,7 +188,7 @@ def rotated_rope_kernel(
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, warp = lane_and_warp()
-    smem = allocate_smem(lane, ALLOCATE)
+    smem = allocate_smem(lane, ASM)
     index = index_of(lane, warp, AFTER)
     in_head = index % D
     angles = ()
@@ -173,22 +199,22 @@ def rotated_rope_kernel(
         sin_ptr += token * trig_row
     cache_row = token // tokens * (K.width // D) * cache_head
     if tile < Q.num_tiles:
-        x = _finished_tile(q_ptr, q_scales_ptr, q_bias_ptr, tile, token, lane, warp, smem, Q, DTYPE, PDL)
+        x = _finished_tile(q_ptr, q_scales_ptr, q_bias_ptr, tile, token, lane, warp, smem, Q, DTYPE, PDL, ASM)
         at = tile * 4096 + index
-        y = _with_rope(x, in_head, q_norm_ptr, cos_ptr, sin_ptr, angles, eps, D)
+        y = _with_rope(x, in_head, q_norm_ptr, cos_ptr, sin_ptr, angles, eps, D, DTYPE, ASM)
         store_eight(y_ptr + token * Q.width, at, y, at < Q.width, at < Q.width, HALF)
     elif tile < Q.num_tiles + K.num_tiles:
         own = tile - Q.num_tiles
-        x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL)
+        x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL, ASM)
         at = own * 4096 + index
-        y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, angles, eps, D)
+        y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, angles, eps, D, DTYPE, ASM)
         position = _row_of(position_ptr, sin_ptr, token, tokens)
         inside = (at < K.width) & (position < length)
         row = keys_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, y, inside, inside, HALF)
     else:
         own = tile - Q.num_tiles - K.num_tiles
-        x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL)
+        x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL, ASM)
         at = own * 4096 + index
         position = _row_of(position_ptr, sin_ptr, token, tokens)
         inside = (at < V.width) & (position < length)
@@ -269,7 +295,7 @@ def _constants(
     shape = RopeShape(q=q, k=k, v=v, head_dim=head_dim)
     return {
         "SHAPE": shape,
-        "ALLOCATE": ALLOCATE,
+        "ASM": ASSEMBLY,
         "PDL": pdl,
         "num_warps": NUM_WARPS,
         "num_stages": 1,

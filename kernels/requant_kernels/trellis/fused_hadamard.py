@@ -23,7 +23,9 @@ from requant_kernels.hadamard.tile_ptx import (
     LOW_BYTES_OFFSET,
     MAX_SUM_BYTES,
     SUMS_OFFSET,
+    TF32_FACTOR,
     allocate_smem_ptx,
+    exchange_ptx,
     fused_smem_bytes,
     fused_transform_ptx,
     load_eight_ptx,
@@ -37,7 +39,7 @@ NUM_WARPS = 16
 class FusedHadamard:
     """What the prologue is compiled for."""
 
-    factor: float  # of all values: the square root of the block size, and 2 for `pair`
+    factor: float  # of all values: for the block size, for tf32, and 2 for `pair`
     warp_mask: int  # bits of the index above the eighth that are mixed across warps
     pair: bool  # sums and differences of neighbours are not rotated further
     low_bytes: int  # offset from the high to the low bytes, in shared memory
@@ -45,6 +47,7 @@ class FusedHadamard:
     load_x: Ptx
     load_input_scales: Ptx
     allocate: Ptx
+    exchange: Ptx
     rotate: Ptx
 
 
@@ -71,28 +74,44 @@ def load_factors(input_scales_ptr, lane, warp, width, FUSED: tl.constexpr):
 
 
 @triton.jit
-def rotate_token(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr):
-    """Rotate the token; returns the shared memory address of its high bytes, its scale and the sum of its integers."""
-    LOAD: tl.constexpr = FUSED.load_x
-    MASK: tl.constexpr = FUSED.warp_mask
+def prepare(lane, warp, FUSED: tl.constexpr):
+    """What the rotation needs beside the token: a lane's signs of three products, and addresses of shared memory."""
+    ALLOCATE: tl.constexpr = FUSED.allocate
+    EXCHANGE: tl.constexpr = FUSED.exchange
+    types: tl.constexpr = (tl.int32,) * 4
     g, t = lane // 4 + warp * 0, lane % 4 * 2
     second = sign_pair(g, t, 7)
     first = second
     if FUSED.pair:  # bit 0 is the lowest one of a lane's registers
         first = sign_pair(g, t, 6)
-    third = sign_pair(g, t, MASK)
+    third = sign_pair(g, t, FUSED.warp_mask)
     smem = tl.inline_asm_elementwise(
-        FUSED.allocate.text, FUSED.allocate.constraints, (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+        ALLOCATE.text, ALLOCATE.constraints, (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
+    )
+    exchange = tl.inline_asm_elementwise(
+        EXCHANGE.text,
+        EXCHANGE.constraints,
+        (smem, lane + warp * 0, warp + lane * 0),
+        dtype=types,
+        is_pure=True,
+        pack=1,
+    )
+    return (first, second, third) + exchange + (smem,)
+
+
+@triton.jit
+def rotate_token(x_ptr, factors, prepared, lane, warp, width, FUSED: tl.constexpr):
+    """Rotate the token; returns the shared memory address of its high bytes, its scale and the sum of its integers."""
+    LOAD: tl.constexpr = FUSED.load_x
     x = _load_eight(x_ptr, warp * 256 + lane * 8, width, LOAD)
     values = ()
     for i in tl.static_range(8):
         values = values + (x[i] * factors[i],)
+    smem = prepared[7]
     high = smem + lane // 4 * 256 + warp * 16 + lane % 4 * 4
     scale, total = tl.inline_asm_elementwise(
         FUSED.rotate.text, FUSED.rotate.constraints,
-        values + (first, second, third, smem, high, high + FUSED.low_bytes), dtype=(tl.float32, tl.float32),
-        is_pure=False, pack=1,
+        values + prepared + (high, high + FUSED.low_bytes), dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
     )  # fmt: skip
     return smem, scale, total
 
@@ -102,10 +121,11 @@ def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles
     """The prologue for Hadamard blocks of `block_size` values of a token of type `dtype`."""
     smem_bytes = fused_smem_bytes(128 * NUM_WARPS * 2 * row_tiles)
     return FusedHadamard(
-        factor=block_size**-0.5 * (2 if pair else 1), warp_mask=block_size - 1 >> 8, pair=pair,
+        factor=TF32_FACTOR * block_size**-0.5 * (2 if pair else 1), warp_mask=block_size - 1 >> 8, pair=pair,
         low_bytes=LOW_BYTES_OFFSET, sums_offset=SUMS_OFFSET,
         load_x=load_eight_ptx("bf16" if dtype == torch.bfloat16 else "fp16"), load_input_scales=load_eight_ptx("fp16"),
-        allocate=allocate_smem_ptx(smem_bytes), rotate=fused_transform_ptx(block_size >= HADAMARD_TILE, smem_bytes),
+        allocate=allocate_smem_ptx(smem_bytes), exchange=exchange_ptx(),
+        rotate=fused_transform_ptx(block_size >= HADAMARD_TILE, smem_bytes),
     )  # fmt: skip
 
 

@@ -26,13 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import wait_for_previous_launch, wait_with
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.common.slots import slot_of
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
+from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, prepare, rotate_token
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.gemv_ptx import (
     LOAD_SCALES,
@@ -192,12 +192,13 @@ def multiply_tiles(
         codes = codes + (start + lane * (4 * SHAPE.vector) + warp * 0,)
     next_words = _load_codes(codes, warp, units, LOAD_CODES, SHAPE)
     if FUSED is not None:
-        input_factors = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED)
-    if WAIT:
-        wait_for_previous_launch(PDL, EARLY_TRIGGER)
-    if FUSED is not None:
-        smem, scale, total = rotate_token(x_ptr, input_factors, lane, warp, stride_x, FUSED)
+        held = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED), prepare(lane, warp, FUSED)
+        if WAIT:
+            held = wait_with(held[0], held[1], PDL, EARLY_TRIGGER)
+        smem, scale, total = rotate_token(x_ptr, held[0], held[1], lane, warp, stride_x, FUSED)
         factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
+    elif WAIT:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)
     activations = ()
     scales = ()
     for n8 in tl.static_range(S):  # columns beyond the tokens are computed but never stored
