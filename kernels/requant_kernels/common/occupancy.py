@@ -16,6 +16,7 @@ from requant_kernels.common.device import max_smem_bytes, num_sms
 
 SM_SMEM_BYTES = 227 << 10  # that the CTAs of an SM share
 CTA_SMEM_BYTES = 1024  # that the driver reserves per CTA
+FEW_CTAS = 4  # a launch for at most one in so many SMs shares none of them with launches before and after it
 MOST_SHARED = 4  # CTAs per SM; of more, one too many takes little time
 
 
@@ -37,7 +38,8 @@ def apart_smem_bytes(ctas: int, device: torch.device) -> int:
     takes; 0 without a GPU, or with a share of more than MOST_SHARED."""
     if device.type != "cuda" or (share := ctas_per_sm(ctas, device)) > MOST_SHARED:
         return 0
-    return min(max_smem_bytes(device) - CTA_SMEM_BYTES, SM_SMEM_BYTES // (share + 1))
+    whole = max_smem_bytes(device) - CTA_SMEM_BYTES
+    return whole if FEW_CTAS * ctas <= num_sms(device) else min(whole, SM_SMEM_BYTES // (share + 1))
 
 
 def ctas_per_sm(ctas: int, device: torch.device) -> int:
