@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from requant_kernels.hadamard.registers import NATURAL, tile_transform  # noqa: E402
 from requant_kernels.step.rotated import ASSEMBLY, target_of, tiles_of_block  # noqa: E402
+from requant_kernels.step.rotated_attention import AttentionShape, rotated_attention_kernel  # noqa: E402
 from requant_kernels.step.rotated_gate import GateShape, rotated_gate_kernel  # noqa: E402
 from requant_kernels.step.rotated_norm import NormShape, rotated_norm_kernel  # noqa: E402
 from requant_kernels.step.rotated_rope import Part, RopeShape, head_order, rotated_rope_kernel  # noqa: E402
@@ -115,6 +116,19 @@ def rope(
     )
 
 
+def attention(parts: int, width: int = 4096) -> Machine:
+    form, tiles = form_of("int8", width), tiles_of_block(width)
+    shape = AttentionShape(
+        width=width, num_tiles=tiles, crosses=tiles > 1, head_dim=128, parts=parts, block=32,
+        target=target_of(form, NATURAL, width),
+    )  # fmt: skip
+    absent = ("z_ptr",) if parts == 1 else ()
+    constants = {"parts": 1} if parts == 1 else {}
+    return machine_of(
+        rotated_attention_kernel, shape, "*i8", absent, o="*fp32" if parts > 1 else "*bf16", **constants
+    )
+
+
 CASES = {  # what is compiled, most instructions, barriers
     "norm, 8B": (lambda: norm(4096, "int8", 1), 650, 5),
     "norm, 64 tokens": (lambda: norm(4096, "permuted", 4), 640, 3),
@@ -130,6 +144,9 @@ CASES = {  # what is compiled, most instructions, barriers
     "rope, Qwen3-8B": (lambda: rope((4096, 1024), 1, True), 1080, 5),
     "rope, 8B, no cache": (lambda: rope((4096, 1024), 1, False, apart=True), 960, 3),
     "rope, 64 tokens": (lambda: rope((4096, 1024), 8, True), 1480, 5),
+    "attention, 8 sequences": (lambda: attention(4), 620, 3),
+    "attention, 4 sequences, 70B": (lambda: attention(8, 8192), 1500, 6),
+    "attention, 64 sequences": (lambda: attention(1), 420, 3),
     "rope, 4096 tokens": (lambda: rope((4096, 1024), 1, False, "dense"), 1000, 3),
 }
 

@@ -15,6 +15,7 @@ cache is divided as evenly as a full one, in parts of BLOCK positions at least.
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
+from dataclasses import dataclass
 from functools import cache
 from math import log2
 
@@ -48,15 +49,17 @@ def part_length(length, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _attend_block(
-    q, k_ptr, v_ptr, mask_ptr, at, last, scale, k_row, v_row, o, top, total, D: tl.constexpr, DP: tl.constexpr
-):
-    """Positions `at`: one step of the online softmax (Milakov & Gimelshein 2018), to base 2."""
+def _load_rows(pointer, at, keep, row, D: tl.constexpr, DP: tl.constexpr):
+    """Rows `at` of keys or values, zeros unless `keep`."""
     d = tl.arange(0, DP)
-    keep = at < last
     inside = keep[:, None] & (d < D)[None, :]
-    k = tl.load(k_ptr + at[:, None].to(tl.int64) * k_row + d[None, :], mask=inside, other=0.0)
-    v = tl.load(v_ptr + at[:, None].to(tl.int64) * v_row + d[None, :], mask=inside, other=0.0)
+    return tl.load(pointer + at[:, None].to(tl.int64) * row + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _attend_block(q, k, v, mask_ptr, at, last, scale, o, top, total):
+    """Positions `at`: one step of the online softmax (Milakov & Gimelshein 2018), to base 2."""
+    keep = at < last
     if mask_ptr is not None:
         keep &= tl.load(mask_ptr + at, mask=keep, other=0) != 0
     score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
@@ -92,23 +95,33 @@ def part_kernel(
     last = tl.minimum(first + size, length)
     k_ptr += batch * k_batch + head.to(tl.int64) * k_head
     v_ptr += batch * v_batch + head.to(tl.int64) * v_head
+    at = first + n
+    newest = 0  # the first row that the previous launch may have written
+    if position_ptr is not None:
+        newest = length - 1
+        k = _load_rows(k_ptr, at, at < tl.minimum(newest, last), k_row, D, DP)
+        v = _load_rows(v_ptr, at, at < tl.minimum(newest, last), v_row, D, DP)
     wait_for_previous_launch(PDL, True)
     row = head * GROUP + i
     own = (i < GROUP)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + batch * q_batch + row[:, None] * q_head + d[None, :], mask=own, other=0.0)
+    new = (at >= newest) & (at < last)
+    new_k, new_v = _load_rows(k_ptr, at, new, k_row, D, DP), _load_rows(v_ptr, at, new, v_row, D, DP)
+    if position_ptr is None:
+        k, v = new_k, new_v
+    else:
+        k, v = tl.where(new[:, None], new_k, k), tl.where(new[:, None], new_v, v)
     if mask_ptr is not None:
         mask_ptr += batch * mask_batch
     o, total = tl.zeros([ROWS, DP], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    if STAGES == 0:
-        o, top, total = _attend_block(
-            q, k_ptr, v_ptr, mask_ptr, first + n, last, scale, k_row, v_row, o, top, total, D, DP
-        )
-    else:
-        for start in tl.range(first, last, BLOCK, num_stages=STAGES):
-            o, top, total = _attend_block(
-                q, k_ptr, v_ptr, mask_ptr, start + n, last, scale, k_row, v_row, o, top, total, D, DP
-            )
+    o, top, total = _attend_block(q, k, v, mask_ptr, at, last, scale, o, top, total)
+    if STAGES > 0:
+        for start in tl.range(first + BLOCK, last, BLOCK, num_stages=STAGES):
+            at = start + n
+            k = _load_rows(k_ptr, at, at < last, k_row, D, DP)
+            v = _load_rows(v_ptr, at, at < last, v_row, D, DP)
+            o, top, total = _attend_block(q, k, v, mask_ptr, at, last, scale, o, top, total)
     row = batch * tl.num_programs(0) * GROUP + row
     if y_ptr is not None:
         y = o / total[:, None]
@@ -143,42 +156,73 @@ def combine_kernel(
     tl.store(y_ptr + row * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionParts:
+    """An attention whose parts are not combined yet; with a single part its output."""
+
+    values: Tensor  # float32 [b, h, parts, d], or [b, h, d] in the type of queries
+    logs: Tensor | None  # float32 [b, h, parts]
+    position: Tensor | None
+    length: int  # of the cache
+
+    @property
+    def count(self) -> int:
+        return 1 if self.logs is None else self.logs.shape[-1]
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, position: Tensor | None = None
 ) -> Tensor:
     """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d].
 
     mask: bool [b, length], rows contiguous. position: int64, a single number: in all sequences only that many rows and the
-    next one count. It is read before the previous launch has finished, so no launch that may still be running may write it.
+    next one count. It is read before the previous launch has finished, so no launch that may still be running may write it;
+    and so are rows before it, of which the previous launch may only have written the one at the position.
     """
+    found = attend_in_parts(q, k, v, mask, scale, position=position)
+    return (found.values if found.logs is None else combined(found, q.dtype))[:, None]
+
+
+def attend_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, position: Tensor | None = None
+) -> AttentionParts:
+    """The same, for a launch that combines the parts."""
     b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
     parts = num_parts(b * heads, length, num_sms(q.device))
-    y = torch.empty(b, 1, h, head_dim, dtype=q.dtype, device=q.device)
-    o = z = None
+    y = o = z = None
     if parts > 1:
         o = torch.empty(b, h, parts, head_dim, dtype=torch.float32, device=q.device)
         z = torch.empty(b, h, parts, dtype=torch.float32, device=q.device)
+    else:
+        y = torch.empty(b, h, head_dim, dtype=q.dtype, device=q.device)
     mask_bytes = None if mask is None else mask.view(torch.uint8)
-    pdl, one_block = supports_pdl(q.device), parts * BLOCK >= length
     launch(
         part_kernel,
         (heads, parts, b),
         (
-            q, k, v, mask_bytes, position, o, z, y if parts == 1 else None, length, scale * LOG2_E, parts, q.stride(0),
+            q, k, v, mask_bytes, position, o, z, y, length, scale * LOG2_E, parts, q.stride(0),
             q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if mask_bytes is None else mask_bytes.stride(0),
         ),
-        _part_constants(h // heads, head_dim, one_block, pdl),
-        smem_bytes=apart_smem_bytes(b * heads, q.device) if parts == 1 else 0,
+        _part_constants(h // heads, head_dim, parts * BLOCK >= length, supports_pdl(q.device)),
+        smem_bytes=apart_smem_bytes(b * heads * parts, q.device),
     )  # fmt: skip
-    if parts > 1:
-        launch(
-            combine_kernel,
-            (b * h, 1, 1),
-            (o, z, position, y, length, parts),
-            _combine_constants(head_dim, triton.next_power_of_2(parts), pdl),
-        )
+    values = y if o is None else o
+    assert values is not None
+    return AttentionParts(values=values, logs=z, position=position, length=length)
+
+
+def combined(found: AttentionParts, dtype: torch.dtype) -> Tensor:
+    """The output [b, h, d] of several parts."""
+    b, h, parts, head_dim = found.values.shape
+    y = torch.empty(b, h, head_dim, dtype=dtype, device=found.values.device)
+    launch(
+        combine_kernel,
+        (b * h, 1, 1),
+        (found.values, found.logs, found.position, y, found.length, parts),
+        _combine_constants(head_dim, triton.next_power_of_2(parts), supports_pdl(y.device)),
+    )
     return y
 
 
