@@ -52,7 +52,7 @@ def default_recipe(
         method, mode: None for MODE and the method of the mode.
         gpu: whether the run will have one.
 
-    Raises RecipeError for an unknown method.
+    Raises RecipeError for an unknown method, and for 2:4 pruning.
     """
     mode = mode or MODE
     name = method or METHOD_OF_MODE.get(mode, METHOD_OF_MODE[MODE])  # an unknown mode is refused later
@@ -62,6 +62,8 @@ def default_recipe(
             f"method '{name}' makes 2:4 matrices: run `requant sparsify --method {name}`, or choose one of "
             f"{', '.join(METHODS)}."
         )
+    if mode == "sparse":
+        raise RecipeError("mode sparse prunes to 2:4: run `requant sparsify`, or choose another --mode.")
     chosen = METHODS[name]
     recipe = Recipe(model=model, method=name, quantizer=chosen.config(), detach=Detach(**chosen.detach))
     if mode == "best":

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 import yaml
 
@@ -18,7 +18,7 @@ from requant.models.aliases import ALIASES
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe, trellis_code
 from requant.recipe.readers import check_reader, settings_for
-from requant.recipe.schema import Recipe
+from requant.recipe.schema import Mode, Recipe
 from requant.recipe.shipped import available_recipes
 from requant.recipe.sizes import UNITS, bits_name, parse_bits, parse_size
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
@@ -104,6 +104,7 @@ def recipe_from_options(
     if "bits" in given:
         given["bits"] = parse_bits(given["bits"])
     base = _choose_base(recipe, given, model=model, gpu=gpu)
+    _check_prunes(base, given, f"recipe {recipe}" if isinstance(recipe, str | Path) else "the recipe")
     if "method" in given:
         _replace_method(base, given["method"])
     if "mode" in given:
@@ -210,6 +211,25 @@ def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
                 f"'{key}' is an option and no key of a recipe; give it as {key}=... beside the recipe."
             )
     return from_dict(dict(recipe) if isinstance(recipe, Mapping) else recipe)
+
+
+def _check_prunes(base: Mapping[str, Any], given: Mapping[str, Any], name: str) -> None:
+    """Raise RecipeError where the mode or method that is given prunes to 2:4 and the other one, which may be the recipe's,
+    does not. Names that are unknown are refused later."""
+    mode, method = given.get("mode", base["mode"]), given.get("method", base["method"])
+    prunes = mode == "sparse"
+    if mode not in get_args(Mode) or method not in (METHODS if prunes else PRUNING_METHODS):
+        return
+    fitting = ", ".join(PRUNING_METHODS if prunes else METHODS)
+    if mode != base["mode"]:
+        instead = "leave --mode out" if prunes else "run `requant sparsify`"
+        problem = f"and method {method} does not go with mode {mode}"
+        remedy = f"{instead}, or choose --method too, from {fitting}"
+    else:
+        modes = "best, paper or dense" if prunes else "sparse"
+        problem = f"which does not go with method {method}"
+        remedy = f"choose --method from {fitting}, or give --mode {modes} too"
+    raise RecipeError(f"{name} has mode {base['mode']}, {problem}; {remedy}.")
 
 
 def _replace_method(base: dict[str, Any], method: str) -> None:

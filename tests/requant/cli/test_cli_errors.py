@@ -85,6 +85,10 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--bits", "3", "--model", "./absent"), "./absent is no folder; check the path"),
         (("--bits", "3", "--method", "kmean"), "method 'kmean' is unknown (did you mean 'kmeans'?)"),
         (("--bits", "3", "--mode", "papr"), "mode is 'papr' (did you mean 'paper'?)"),
+        (
+            ("--recipe", "demo-3bit", "--mode", "sparse"),
+            "recipe demo-3bit has mode best, and method trellis does not",
+        ),
         (("--bits", "3", "--sensitivity", "pqr"), "score is 'pqr' (did you mean 'pqi'?)"),
         (("--recipe", "demo-3bits"), "(did you mean 'demo-3bit'?)"),
         (("--recipe", "absent.yaml"), "'absent.yaml' is neither a file nor a recipe"),

@@ -139,7 +139,7 @@ def test_quantize_points_to_sparsify(cli) -> None:
     code, _, error = cli("quantize", "--bits", 4, "--method", "alps")
     assert code == 2 and "run `requant sparsify --method alps`" in error
     code, _, error = cli("quantize", "--bits", 4, "--mode", "sparse")
-    assert code == 2 and "mode sparse do not go together" in error
+    assert code == 2 and "mode sparse prunes to 2:4: run `requant sparsify`, or choose another" in error
 
 
 def verdict(*, bits: int, kl: float, theirs: float, measured: bool, large: float = 1.0) -> SparseVerdict:

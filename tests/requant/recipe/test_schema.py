@@ -1,5 +1,6 @@
 import dataclasses
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,36 @@ def test_recovery_is_of_pruned_models() -> None:
     sparse = from_dict(recovery | {"mode": "sparse", "method": "alps"})
     assert sparse.recovery.method == "ast"
     assert recipe_from_options(sparse, mode="dense", method="rtn", code_bits=4).recovery == Recovery()
+
+
+PRUNING, OTHERS = "magnitude, wanda, sparsegpt, alps", "rtn, hqq, kmeans, lut, gptq, awq, trellis"
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "sentence"),
+    [
+        ("sparse", {"mode": "dense"}, "has mode sparse, and method alps does not go with mode dense; run `requant "
+         f"sparsify`, or choose --method too, from {OTHERS}."),
+        ("sparse", {"mode": "best", "method": "wanda"}, "has mode sparse, and method wanda does not go with mode best; run "
+         f"`requant sparsify`, or choose --method too, from {OTHERS}."),
+        ("sparse", {"method": "rtn"}, "has mode sparse, which does not go with method rtn; choose --method from "
+         f"{PRUNING}, or give --mode best, paper or dense too."),
+        ("dense", {"mode": "sparse"}, "has mode dense, and method rtn does not go with mode sparse; leave --mode out, or "
+         f"choose --method too, from {PRUNING}."),
+        ("dense", {"method": "alps"}, "has mode dense, which does not go with method alps; choose --method from "
+         f"{OTHERS}, or give --mode sparse too."),
+    ],
+)  # fmt: skip
+def test_modes_and_methods_beside_a_recipe(tmp_path: Path, mode: str, given: dict, sentence: str) -> None:
+    recipe = from_dict({"mode": mode, "method": "alps" if mode == "sparse" else "rtn"})
+    file = tmp_path / "own.yaml"
+    file.write_text(dump_recipe(recipe))
+    for each, name in ((recipe, "the recipe"), (str(file), f"recipe {file}")):
+        with pytest.raises(RecipeError, match=f"^{re.escape(f'{name} {sentence}')}$"):
+            recipe_from_options(each, **given)
+    assert recipe_from_options(recipe, mode="sparse", method="wanda").method == "wanda"
+    with pytest.raises(RecipeError, match=r"mode is 'spars' \(did you mean 'sparse'\?\)"):
+        recipe_from_options(recipe, mode="spars")
 
 
 def test_names(tmp_path: Path) -> None:
