@@ -3,9 +3,8 @@
     y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
     q, k, v = products of y                                                      1         (`trellis/gemv_group.py`)
     queries, cache = rotated rope(q, k, v)                                       1         (`step/rotated_rope.py`)
-    attention in parts                                                           1         (`step/attention.py`)
-    its parts combined, and rotated (`step/rotated_attention.py`)                1; none of many sequences, one alone
-    o = product of the attention                                                 1
+    attention                                                                    2, or 1 of many sequences
+    o = product of the attention                                                 1, or 2 where its input is rotated apart
     y = rotated norm(x += finished o)                                            1
     gate, up = products of y                                                     1
     h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
@@ -22,8 +21,8 @@ from typing import Any, cast
 
 from jaxtyping import Float
 from requant_kernels.ops import activation_form, product, products
-from requant_kernels.step import rotated_attention, rotated_gate, rotated_norm, rotated_rope
-from requant_kernels.step.attention import attend_in_parts, combined
+from requant_kernels.step import rotated_gate, rotated_norm, rotated_rope
+from requant_kernels.step.attention import attend
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, shares_form
 from torch import Tensor, nn
@@ -35,12 +34,9 @@ from requant.inference.prompt_attention import attend_prompt
 class TrellisBlock:
     """A block for steps of a number of sequences, by `trellis_block`."""
 
-    def __init__(
-        self, block: Any, activation: str, readers: "tuple[Readers, Readers, Readers, Readers | None]"
-    ) -> None:
-        """`readers`: q, k and v; gate and up; down; o, unless its kernel rotates the output of the attention itself."""
+    def __init__(self, block: Any, activation: str, readers: "tuple[Readers, Readers, Readers]") -> None:
         self.block, self.activation = block, activation
-        self.qkv, self.gate_up, self.down, self.o = readers
+        self.qkv, self.gate_up, self.down = readers
 
     def __call__(
         self,
@@ -60,26 +56,18 @@ class TrellisBlock:
         queries = rotated_rope.rotated_rope(
             q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module)
         )
-        if past is not None:
+        if past is None:
+            output = attend(queries[:, :, None], layer.keys, layer.values, None, scale, position=position)
+        else:
             output = attend_prompt(queries, layer.keys, layer.values, scale, past=past)
-            return self.after_attention(x, output.flatten(1))
-        found = attend_in_parts(queries[:, :, None], layer.keys, layer.values, None, scale, position=position)
-        if self.o is None or not rotated_attention.supports(
-            module.o_proj.in_features, layer.keys.shape[-1], found.count
-        ):
-            output = found.values if found.logs is None else combined(found, x.dtype)
-            return self.after_attention(x, output.flatten(1))
-        y = rotated_attention.rotated_attention(found, input_scales=self.o.input_scales, form=self.o.form)
-        return self.after_attention(x, y)
+        return self.after_attention(x, output.flatten(1))
 
     def before_attention(self, x: Float[Tensor, "b d"], delta: Product | None) -> list[Product]:
         """The products of q, k and v with the norm of x + delta; x becomes that sum."""
         return self.qkv.products(self.qkv.normalized(x, delta, self.block.input_layernorm))
 
-    def after_attention(
-        self, x: Float[Tensor, "b d"], output: Float[Tensor, "b d"] | RotatedActivations
-    ) -> Product:
-        """What the MLP adds to x, which becomes what it is after the attention, whose output may be rotated already."""
+    def after_attention(self, x: Float[Tensor, "b d"], output: Float[Tensor, "b d"]) -> Product:
+        """What the MLP adds to x, which becomes what it is after the attention."""
         o = self.block.self_attn.o_proj
         delta = product(output, layout_of(o), o.bias)
         y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
@@ -136,7 +124,7 @@ def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisB
     readers = Readers(qkv, sequences), Readers(gate_up, sequences), Readers(down, sequences)
     if not all(shares_form([layout_of(matrix) for matrix in own.matrices]) for own in readers):
         return None
-    return TrellisBlock(block, activation, (*readers, Readers(o, sequences) if sequences > 1 else None))
+    return TrellisBlock(block, activation, readers)
 
 
 MATRICES = (

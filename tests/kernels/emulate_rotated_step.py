@@ -8,8 +8,6 @@ import triton.language as tl
 from case_selection import selected
 from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels.fallback import reference
-from requant_kernels.step.attention import BLOCK, AttentionParts
-from requant_kernels.step.rotated_attention import rotated_attention
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm
 from requant_kernels.step.rotated_rope import rotated_rope, rotated_rope_apart
@@ -192,36 +190,6 @@ def check_ropes() -> None:
             assert ((got - want.flatten(1)).norm() / want.norm()).item() < HALF, f"{what}: {name} apart"
 
 
-ATTENTIONS = [  # head size, heads, tokens, parts, how many of them there are, form
-    (64, 12, 2, 3, 2, "int8"),  # blocks of 256
-    (128, 48, 1, 1, 1, "int8"),  # a second tile, not full, of an output without parts
-    (128, 64, 1, 4, 4, "pair"),  # a block of two tiles
-    (16, 24, 2, 2, 1, "permuted"),
-]
-
-
-def check_attentions() -> None:
-    for head_dim, heads, m, parts, there, kind in selected(ATTENTIONS):
-        ALLOCATED.clear()
-        width, form = heads * head_dim, form_of(kind, heads * head_dim)
-        signs = torch.randn(width).sign().half()
-        ALLOCATED.append(signs)
-        if parts == 1:
-            values, logs = torch.randn(m, heads, head_dim).half(), None
-            wanted = values.double()
-        else:
-            values, logs = torch.randn(m, heads, parts, head_dim), torch.randn(m, heads, parts) * 3
-            weights = torch.exp2(logs[:, :, :there].double()).unsqueeze(-1)
-            wanted = (values[:, :, :there] * weights).sum(2) / weights.sum(2)
-            values[:, :, there:], logs[:, :, there:] = float("nan"), float("nan")  # never written
-        ALLOCATED.extend(tensor for tensor in (values, logs) if tensor is not None)
-        found = AttentionParts(
-            values=values, logs=logs, position=torch.tensor(BLOCK * there - 2), length=BLOCK * parts
-        )
-        got = rotated_attention(found, input_scales=signs, form=form)
-        check_activations(got, form, wanted.flatten(1) * signs.double(), f"attention of {width}, {kind}")
-
-
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -230,7 +198,6 @@ def main() -> None:
     check_norms()
     check_gates()
     check_ropes()
-    check_attentions()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.tile_ptx import tile_transform_ptx, warp_transform_ptx
+from requant_kernels.hadamard.tile_ptx import (
+    TF32_FACTOR,
+    exchange_ptx,
+    register_transform_ptx,
+    tile_transform_ptx,
+    warp_transform_ptx,
+)
 
 from .hadamard_ptx_model import LANE, SHAPE, WARP, as_float, run
 from .ptx_model import pair_of, run_ptx
@@ -91,3 +97,36 @@ def test_a_tile_in_int8(size: int, nonzero: str) -> None:
     assert total == np.float32(q.sum())
     assert np.abs(q * float(factor) - want).max() <= np.abs(want).max() * 1e-4
     assert nonzero == "none" or np.abs(q).max() == 32512
+
+
+def transformed_in_tf32(values: np.ndarray) -> np.ndarray:
+    """A tile of one block in registers, [16, 32, 8] at POSITIONS."""
+    numbers = {"$4": np.zeros(SHAPE, np.uint32), "$5": LANE, "$6": WARP}
+    exchange, _ = run(exchange_ptx().text, numbers)
+    operands = {f"${8 + i}": values.reshape(16, 32, 8)[..., i].copy().view(np.uint32) for i in range(8)}
+    operands |= {f"${16 + i}": signs(7) for i in range(3)}
+    operands |= {f"${19 + i}": exchange[f"${i}"] for i in range(4)}
+    ptx = register_transform_ptx(True, True)
+    assert len(ptx.constraints.split(",")) == 8 + len(operands)
+    registers, _ = run(ptx.text, operands)
+    return np.stack([as_float(registers[f"${i}"]) for i in range(8)], -1)
+
+
+def test_tf32_cuts_off_bits_and_the_factor_makes_good_for_them() -> None:
+    """What is left is the error of rounding, without a bias."""
+    values = np.random.default_rng(0).standard_normal((8, 4096)).astype(np.float32)
+    want = np.stack([tile_operands(own, 4096, pair=False)[1][POSITIONS] for own in values])
+    got = np.stack([transformed_in_tf32(own) for own in values]).astype(float) * TF32_FACTOR
+    assert np.linalg.norm(got - want) < 2**-11 * np.linalg.norm(want)
+    assert abs((got * want).sum() / (want * want).sum() - 1) < 3e-5
+    assert abs((got / TF32_FACTOR * want).sum() / (want * want).sum() - 1) > 9e-4
+
+
+@pytest.mark.parametrize(
+    "bits", [0x7FFFFFFF, 0xFFC00000, 0x7F800000]
+)  # two NaN, of which GPUs make the first; infinity
+def test_tf32_keeps_what_is_no_number(bits: int) -> None:
+    values = np.ones(4096, np.float32)
+    values.view(np.uint32)[1234] = bits
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(transformed_in_tf32(values)).any()

@@ -15,7 +15,6 @@ cache is divided as evenly as a full one, in parts of BLOCK positions at least.
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
-from dataclasses import dataclass
 from functools import cache
 from math import log2
 
@@ -156,73 +155,43 @@ def combine_kernel(
     tl.store(y_ptr + row * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionParts:
-    """An attention whose parts are not combined yet; with a single part its output."""
-
-    values: Tensor  # float32 [b, h, parts, d], or [b, h, d] in the type of queries
-    logs: Tensor | None  # float32 [b, h, parts]
-    position: Tensor | None
-    length: int  # of the cache
-
-    @property
-    def count(self) -> int:
-        return 1 if self.logs is None else self.logs.shape[-1]
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, position: Tensor | None = None
 ) -> Tensor:
     """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d].
 
     mask: bool [b, length], rows contiguous. position: int64, a single number: in all sequences only that many rows and the
-    next one count. It is read before the previous launch has finished, so no launch that may still be running may write it;
-    and so are rows before it, of which the previous launch may only have written the one at the position.
+    next one count. It is read before the previous launch has finished, and so are rows before it: no launch that may still
+    be running may write them.
     """
-    found = attend_in_parts(q, k, v, mask, scale, position=position)
-    return (found.values if found.logs is None else combined(found, q.dtype))[:, None]
-
-
-def attend_in_parts(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, position: Tensor | None = None
-) -> AttentionParts:
-    """The same, for a launch that combines the parts."""
     b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
     parts = num_parts(b * heads, length, num_sms(q.device))
-    y = o = z = None
+    y = torch.empty(b, 1, h, head_dim, dtype=q.dtype, device=q.device)
+    o = z = None
     if parts > 1:
         o = torch.empty(b, h, parts, head_dim, dtype=torch.float32, device=q.device)
         z = torch.empty(b, h, parts, dtype=torch.float32, device=q.device)
-    else:
-        y = torch.empty(b, h, head_dim, dtype=q.dtype, device=q.device)
     mask_bytes = None if mask is None else mask.view(torch.uint8)
+    pdl, one_block = supports_pdl(q.device), parts * BLOCK >= length
     launch(
         part_kernel,
         (heads, parts, b),
         (
-            q, k, v, mask_bytes, position, o, z, y, length, scale * LOG2_E, parts, q.stride(0),
+            q, k, v, mask_bytes, position, o, z, y if parts == 1 else None, length, scale * LOG2_E, parts, q.stride(0),
             q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if mask_bytes is None else mask_bytes.stride(0),
         ),
-        _part_constants(h // heads, head_dim, parts * BLOCK >= length, supports_pdl(q.device)),
+        _part_constants(h // heads, head_dim, one_block, pdl),
         smem_bytes=apart_smem_bytes(b * heads * parts, q.device),
     )  # fmt: skip
-    values = y if o is None else o
-    assert values is not None
-    return AttentionParts(values=values, logs=z, position=position, length=length)
-
-
-def combined(found: AttentionParts, dtype: torch.dtype) -> Tensor:
-    """The output [b, h, d] of several parts."""
-    b, h, parts, head_dim = found.values.shape
-    y = torch.empty(b, h, head_dim, dtype=dtype, device=found.values.device)
-    launch(
-        combine_kernel,
-        (b * h, 1, 1),
-        (found.values, found.logs, found.position, y, found.length, parts),
-        _combine_constants(head_dim, triton.next_power_of_2(parts), supports_pdl(y.device)),
-    )
+    if parts > 1:
+        launch(
+            combine_kernel,
+            (b * h, 1, 1),
+            (o, z, position, y, length, parts),
+            _combine_constants(head_dim, triton.next_power_of_2(parts), pdl),
+        )
     return y
 
 
