@@ -296,13 +296,15 @@ def test_a_cap_keeps_more_ctas_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert occupancy.padded_smem_bytes(1, torch.device("cpu")) == 0
 
 
-def test_ctas_apart_leave_room_for_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctas_apart_leave_memory_for_other_launches_unless_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pretend(monkeypatch, "H100")
-    for ctas, share in ((33, 1), (132, 1), (133, 2), (512, 4)):
+    for ctas, share in ((34, 1), (132, 1), (133, 2), (512, 4)):
         padded = occupancy.apart_smem_bytes(ctas, device) + 1024
         assert (228 << 10) // padded == share and (228 << 10) - share * padded > (227 << 10) // (
             share + 1
         ) - 1024 * share
+    for few in (1, 33):
+        assert (228 << 10) - (occupancy.apart_smem_bytes(few, device) + 1024) <= 1024
     assert occupancy.apart_smem_bytes(4 * 132 + 1, device) == 0
     assert occupancy.apart_smem_bytes(1, torch.device("cpu")) == 0
 

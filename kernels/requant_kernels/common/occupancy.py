@@ -7,7 +7,8 @@ four, an even share). Padding the dynamic shared memory of a launch caps its CTA
 Launches of a few CTAs are affected too, although most SMs idle; those that compute more than they load then take almost
 twice as long (`step/rotated_gate.py`: 5.4 us instead of 3.6). Half of the shared memory keeps their CTAs apart, a third
 lets two share an SM, and so on, which leaves space for the preceding and following launches: with it in the kernels of
-`step/`, a step of 64 sequences takes 4 to 6 % less (`overlap-h200.json`).
+`step/`, a step of 64 sequences takes 4 to 6 % less (`overlap-h200.json`). Where CTAs are few, those of other launches go to
+other SMs: a step of one or eight sequences takes 1 % less (`steps-h200.json`).
 """
 
 import torch
@@ -34,8 +35,11 @@ def fits_cta(smem_bytes: int, device: torch.device) -> bool:
 
 
 def apart_smem_bytes(ctas: int, device: torch.device) -> int:
-    """Bytes of shared memory with which no SM has more CTAs of a launch than its even share, and no more bytes than that
-    takes; 0 without a GPU, or with a share of more than MOST_SHARED."""
+    """Bytes of shared memory with which no SM has more CTAs of a launch than its even share; 0 without a GPU, or with a
+    share of more than MOST_SHARED.
+
+    No more bytes than that takes, so that other launches' CTAs fit beside them; of few CTAs all, so that none do.
+    """
     if device.type != "cuda" or (share := ctas_per_sm(ctas, device)) > MOST_SHARED:
         return 0
     whole = max_smem_bytes(device) - CTA_SMEM_BYTES

@@ -101,6 +101,7 @@ def rotated_gate_kernel(
         if up_bias_ptr is not None:
             up_bias = up_bias + load_eight(up_bias_ptr, t * 4096 + index, WIDTH, NEXT)
     signs, exchange = signs_of(lane, FINISH), exchange_in(smem, lane, warp, ASM)
+    # divided, so that the compiler knows what the product is a multiple of: it loads and stores several values at once
     floats, integers = wait_with(
         output_factors(gate_scales, GATE, FINISH) + output_factors(up_scales, UP, FINISH)
         + input_factors(input_scales, TARGET), signs + exchange + (first // 8, held // 4), PDL, False,

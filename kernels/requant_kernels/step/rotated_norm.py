@@ -118,6 +118,7 @@ def rotated_norm_kernel(
         exchange_in(smem, lane, warp, ASM),
         index_of(lane, warp, HELD),
     )
+    # divided, so that the compiler knows what the product is a multiple of: it loads and stores several values at once
     floats, integers = wait_with(output + inputs, signs + exchange + (first // 8, held // 4), PDL, False)
     output, inputs = floats[: len(output)], floats[len(output) :]
     signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]

@@ -101,6 +101,7 @@ def _finished_tile(
     if bias_ptr is not None:
         bias = load_eight(bias_ptr, index, PART.width, NEXT)
     first = tile * 4096 + index_of(lane, warp, BEFORE)
+    # divided, so that the compiler knows what the product is a multiple of: it loads several values at once
     factors, integers = wait_with(
         output_factors(output_scales, SOURCE, FINISH),
         signs_of(lane, FINISH) + exchange_in(smem, lane, warp, ASM) + (first // 8,),
