@@ -24,7 +24,7 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.file_names import names_in_files
-from requant.models.prequantized import float_view
+from requant.models.prequantized import FP8, float_view
 from requant.models.rotations import rotation_of
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,9 @@ def _plain_tensors(
 
 def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
     """Dtype of every tensor in the source's safetensors files, of floats where they hold FP8 or MXFP4; a model computed in
-    float32 is saved as it came."""
-    return {} if source is None else {name: each.dtype for name, each in float_view(source).items()}
+    float32 is saved as it came. Float8 without scales is saved as bfloat16: a norm or embedding may have been trained."""
+    view = {} if source is None else float_view(source)
+    return {name: torch.bfloat16 if each.dtype in FP8 else each.dtype for name, each in view.items()}
 
 
 def _config(

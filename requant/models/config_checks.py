@@ -21,6 +21,17 @@ def check_depth(path: str, config: Any) -> None:
         )
 
 
+def check_dtype(path: str, config: Any) -> None:
+    """Raise ModelError for a model of floats whose `dtype` is float8, in which neither its layers nor a checkpoint's can be
+    built."""
+    name = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
+    if name.startswith("float8"):
+        raise ModelError(
+            f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes); if its weights in "
+            "float8 need no scales, write bfloat16 there."
+        )
+
+
 def check_end_tokens(folder: Path) -> None:
     """Raise ModelError for a generation_config.json whose `eos_token_id` is neither a token nor a list of tokens."""
     file = folder / "generation_config.json"

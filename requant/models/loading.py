@@ -29,10 +29,17 @@ from requant.errors import (
 )
 from requant.files import but_in_it, check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
-from requant.models.config_checks import check_depth, check_end_tokens, check_quantization_config
+from requant.models.config_checks import check_depth, check_dtype, check_end_tokens, check_quantization_config
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.named_outputs import with_named_outputs
-from requant.models.prequantized import FORMATS, check_no_codes, check_stored, float_dtype, float_state
+from requant.models.prequantized import (
+    FORMATS,
+    check_no_codes,
+    check_stored,
+    float_dtype,
+    float_state,
+    scales_of_plain,
+)
 from requant.models.safetensors_header import read_tensors
 from requant.models.weight_files import WEIGHT_FILES, weight_files
 
@@ -70,7 +77,8 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
         model, report = loaded(path, config, wanted)
     if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
-    if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):
+    scales = sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv"))
+    if scales := scales or scales_of_plain(path):
         raise ModelError(  # codes would be taken for weights
             f"{path}: the weight files hold scales ({scales[0]}), but config.json has no quantization_config to "
             "say what they scale; download the model again."
@@ -162,6 +170,8 @@ def check_loadable(path: str, *, dtype: str) -> Any:
     config = load_config(path)
     if _is_prequantized(config):
         check_stored(path, config.quantization_config)
+    else:
+        check_dtype(path, config)
     return config
 
 

@@ -19,7 +19,8 @@ with 5 scales of DeepSeek's `kv_a_proj_with_mqa`, and which gives other numbers 
 rows with 2 scales: 96 + 96, and not 128 + 64). So we read these files ourselves. The product is computed in float32 and
 rounded once, to the dtype that config.json names (bfloat16), also where the model computes in float32: so a matrix that a
 run leaves alone is saved as it was. What quantized the activations is left out: an original is here what its weights are.
-Nothing in a file is believed before it is checked.
+Nothing in a file is believed before it is checked. Float8 without scales is refused where config.json says that the files
+hold FP8; without a quantization_config it is what it says, numbers of 8 bits, as transformers reads it too.
 """
 
 import math
@@ -124,6 +125,13 @@ def float_state(folder: str) -> tuple[dict[str, Any], torch.dtype]:
     opened = cache(lambda file: safe_open(file, framework="pt"))
     state = {name: _Pending(folder, tensor, opened) for name, tensor in float_view(folder).items()}
     return state, float_dtype(_config(folder))
+
+
+def scales_of_plain(path: str) -> list[str]:
+    """Names of the scales in a folder that stand beside float8 tensors which are read without them."""
+    view = float_view(path)
+    plain = [name for name, tensor in view.items() if tensor.scales is None and tensor.dtype in FP8]
+    return sorted(scale for name in plain for scale in _scale_names(name) if scale in view)
 
 
 def check_no_codes(path: str, model: Any) -> None:

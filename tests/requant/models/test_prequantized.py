@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError
 from requant.models.loading import empty_model, load_model
 from requant.models.prequantized import float_state, float_view
@@ -269,14 +270,57 @@ def test_scales_that_are_no_numbers(tiny_folder, tmp_path: Path, name: str, scal
         load_model(str(folder), device="cpu", dtype="auto")
 
 
-def test_codes_are_not_taken_for_weights(tiny_folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+def test_codes_are_not_taken_for_weights(tiny_folder, tmp_path: Path, scale: str) -> None:
     """FP8 files beside a config.json that does not say so: transformers would load them without their scales."""
-    folder = fp8_folder(tiny_folder("llama"), tmp_path / "fp8", block=16)
-    (folder / "config.json").write_text((tiny_folder("llama") / "config.json").read_text())
+    stored = load_file(fp8_folder(tiny_folder("llama"), tmp_path / "fp8", block=16) / "model.safetensors")
+    tensors = {name.replace("weight_scale_inv", scale): tensor for name, tensor in stored.items()}
+    folder = rewrite(tiny_folder("llama"), tmp_path / "other", tensors, None)
     with pytest.raises(
-        ModelError, match=r"hold scales \(model\.layers\.0\..*_scale_inv\), but config\.json has no"
+        ModelError, match=rf"hold scales \(model\.layers\.0\..*\.{scale}\), but config\.json has no"
     ):
         load_model(str(folder), device="cpu", dtype="auto")
+
+
+def test_a_matrix_whose_scales_are_missing_is_named(tiny_folder, tmp_path: Path) -> None:
+    folder = fp8_folder(tiny_folder("llama"), tmp_path / "fp8", block=16)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = r"cannot be read as FP8 \(model\.layers\.1\.mlp\.up_proj\.weight is stored as float8 without scales\); download"
+    for load in (load_model, lambda path, device, dtype: empty_model(path, dtype=dtype)):
+        with pytest.raises(ModelError, match=said):
+            load(str(folder), device="cpu", dtype="auto")
+
+
+def float8_folder(source: Path, target: Path) -> Path:
+    """Matrices, and the embedding, rounded to float8 without scales, and no quantization_config."""
+    tensors = load_file(source / "model.safetensors")
+    rounded = {
+        name: each.to(torch.float8_e4m3fn) if each.dim() == 2 else each for name, each in tensors.items()
+    }
+    return rewrite(source, target, rounded, None)
+
+
+def test_float8_without_scales_is_weights(tiny_folder, tmp_path: Path) -> None:
+    folder = float8_folder(tiny_folder("llama"), tmp_path / "float8")
+    stored = load_file(folder / "model.safetensors")
+    model = load_model(str(folder), device="cpu", dtype="auto")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name].float()), name
+    embedding = model.get_input_embeddings().weight
+    assert disk_dtype(model, folder, embedding) == torch.bfloat16
+
+
+def test_a_dtype_in_which_no_model_computes_is_refused(tiny_folder, tmp_path: Path) -> None:
+    folder = float8_folder(tiny_folder("llama"), tmp_path / "float8")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float8_e4m3fn"}))
+    for load in (load_model, lambda path, device, dtype: empty_model(path, dtype=dtype)):
+        with pytest.raises(
+            ModelError, match=r"is float8_e4m3fn, in which no model computes\); .* write bfloat16"
+        ):
+            load(str(folder), device="cpu", dtype="auto")
 
 
 @pytest.mark.parametrize(
