@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from requant.formats.packed_spec import GUARD_TENSOR
 from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_key, join_rows
 from requant.formats.trellis import Trellis
-from requant.inference.kernel_check import KernelCheck, kind_of
+from requant.inference.kernel_check import TOKENS, KernelCheck, kind_of
 from requant.inference.kernel_layers import (
     BandedLinear,
     FusedLinear,
@@ -39,7 +39,8 @@ from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
 AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
-ONE_LAUNCH = (1, 8, 16)  # tokens that bands are checked with: those whose products are one launch
+# tokens that bands are checked with: those whose products are one launch
+ONE_LAUNCH = tuple(tokens for tokens in TOKENS if tokens <= 16)
 logger = logging.getLogger(__name__)
 
 

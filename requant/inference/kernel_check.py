@@ -1,10 +1,10 @@
 """Checking kernels while a model loads: the first matrix of every kind, against the same matrix dequantized.
 
-    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, one number of tokens for every bucket up to 2048)
+    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, numbers of tokens of every program up to 2048)
 
 Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. A kernel that is wrong or
 does not compile is detected here; its matrices are then dequantized at every call instead, and the log says so. A check
-costs one dequantized matrix and ten products per kind: matrices of one format, bit width and shape run the same programs.
+costs one dequantized matrix and eleven products per kind: matrices of one format, bit width and shape run the same programs.
 The programs are compiled first, several kernels at once, since compiling takes nearly all of the time.
 """
 
@@ -23,8 +23,9 @@ try:
 except ImportError:  # no Triton, so nothing that it could fail to compile
     TritonError = type("TritonError", (Exception,), {})
 
-# one for each `m_bucket` up to 2048, since kernel and launch are chosen per bucket; larger ones run the last program too
-TOKENS = (1, 8, 16, 24, 40, 100, 160, 300, 520, 1040)
+# One for each `m_bucket` up to 2048, since kernel and launch are chosen per bucket; larger ones run the last program too.
+# Two in the bucket of 2 to 8: a trellis multiplies up to 4 tokens by another program (`requant_kernels/trellis/gemv.py`).
+TOKENS = (1, 3, 8, 16, 24, 40, 100, 160, 300, 520, 1040)
 LIMIT = 2e-2  # bfloat16 rounds to 2e-3, int8 products to 1.3e-2; a wrong index is of the order of 1
 
 

@@ -4,7 +4,10 @@ import logging
 
 import pytest
 import torch
+from requant_kernels import pack_trellis
 from requant_kernels.launch_config import m_bucket
+from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 
 from requant.inference.convert import convert_to_kernels, kernel_layout
@@ -15,6 +18,32 @@ from requant.inference.quant_linear import QuantLinear
 
 def test_every_bucket_of_tokens_is_checked() -> None:
     assert {m_bucket(tokens) for tokens in TOKENS} == {m_bucket(tokens) for tokens in range(1, 2049)}
+
+
+@pytest.mark.parametrize("rotates_output", [True, False])
+@pytest.mark.parametrize("bits", [2, 3.25, 4, 4.5])
+@pytest.mark.parametrize("code", CODES)
+def test_every_program_of_a_trellis_for_few_tokens_is_checked(
+    code: str, bits: float, rotates_output: bool
+) -> None:
+    """A launch follows from the bucket; the columns of its MMAs, and whether low bytes are read, from the tokens."""
+    pytest.importorskip("triton")
+    from requant_kernels.trellis.gemv import reads_high_bytes
+    from requant_kernels.trellis.gemv_kernel import gemv_constants
+
+    codes, ones = torch.zeros(32, 4096, dtype=torch.uint8), torch.ones(4096).half()
+    layout = pack_trellis(codes, ones, ones[:32], bits=bits, code=code, rotates_output=rotates_output)
+    config = TrellisGemvConfig(num_warps=8, tiles_per_cta=1, units_per_step=1)
+
+    def program(tokens: int) -> tuple[int, str]:
+        units, vector = layout.packed_codes.shape[1], layout.packed_codes.shape[-1]
+        constants = gemv_constants(
+            code, layout.quad_bits, vector, config, tokens, units, high_bytes=reads_high_bytes(layout, tokens)
+        )
+        return m_bucket(tokens), repr(constants)
+
+    all_tokens = range(1, 17)
+    assert {program(tokens) for tokens in TOKENS if tokens in all_tokens} == set(map(program, all_tokens))
 
 
 def test_right_ones_pass_once(random_weight) -> None:
