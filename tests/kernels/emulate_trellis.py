@@ -214,7 +214,7 @@ def check_fused() -> None:
         got = launch_gemv(x, layout, config)
         want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
-        assert error < 5e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
+        assert error < 8e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
 
 def check_unrotated() -> None:

@@ -296,7 +296,9 @@ def test_a_cap_keeps_more_ctas_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert occupancy.padded_smem_bytes(1, torch.device("cpu")) == 0
 
 
-def test_ctas_apart_leave_memory_for_other_launches_unless_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctas_apart_leave_memory_for_other_launches_unless_they_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = pretend(monkeypatch, "H100")
     for ctas, share in ((34, 1), (132, 1), (133, 2), (512, 4)):
         padded = occupancy.apart_smem_bytes(ctas, device) + 1024

@@ -217,8 +217,9 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int) -> None:
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     want = reference.linear(x, layout)
     y = linear(x, layout)
-    # half of the second is the rounding of float16
-    assert relative_error(y, want) < (HIGH_BYTES if reads_high_bytes(layout, m) and m <= 16 else 6e-4)
+    # of the last, half is the rounding of float16; one token may be rotated in tf32
+    exact = 8e-4 if m == 1 else 6e-4
+    assert relative_error(y, want) < (HIGH_BYTES if reads_high_bytes(layout, m) and m <= 16 else exact)
     assert torch.equal(y, linear(x, layout))
     assert torch.equal(dequantize_trellis(layout, asm=True).double(), reference.trellis_values(layout))
 

@@ -28,6 +28,7 @@ def want_of(x: Tensor, layout: TrellisLayout, bias: Tensor | None, rows: Tensor)
     return want if bias is None else want + bias.double()[rows]
 
 
+TF32 = 8e-4  # of one token, which every CTA may rotate, in tf32; half of it is the rounding of float16
 SHAPES = [
     (8192, 512, 1), (8192, 4096, 5), (12288, 512, 2), (16384, 256, 1), (4608, 8192, 1), (768, 14336, 8), (256, 14336, 16),
     (1000, 4096, 1), (4097, 1024, 3), (8192, 768, 16), (256, 16384, 2), (2048, 2048, 1),
@@ -42,7 +43,7 @@ def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     y = linear(x, layout, bias)
     rows = torch.arange(0, n, max(1, n // 128), device="cuda")
-    limit = 1.1e-2 if gemv.reads_high_bytes(layout, m) else 6e-4
+    limit = 1.1e-2 if gemv.reads_high_bytes(layout, m) else TF32 if m == 1 else 6e-4
     assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < limit
     for _ in range(20):
         assert torch.equal(y, linear(x, layout, bias))
@@ -101,7 +102,7 @@ def test_one_token_is_rotated_by_every_cta(
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     layout = packed(code, n, k, bits=bits)
     rows = torch.arange(0, n, 31, device="cuda")
-    for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
+    for dtype, limit in ((torch.float16, TF32), (torch.bfloat16, 6e-3)):
         x = torch.randn(1, k, device="cuda", dtype=dtype)
         assert can_fuse(x, layout, config)
         y = gemv.gemv(x, layout, None, config)
@@ -128,7 +129,8 @@ def test_residuals_are_added(m: int) -> None:
     layout = packed("mul1", 4096, 1024, density=0.01)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     rows = torch.arange(0, 4096, 7, device="cuda")
-    assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < 6e-4
+    limit = TF32 if m == 1 else 6e-4
+    assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
