@@ -28,7 +28,7 @@ def want_of(x: Tensor, layout: TrellisLayout, bias: Tensor | None, rows: Tensor)
     return want if bias is None else want + bias.double()[rows]
 
 
-TF32 = 8e-4  # of one token, which every CTA may rotate, in tf32; half of it is the rounding of float16
+TF32 = 8e-4  # of one token, which every CTA may rotate in tf32, beside the rounding to float16
 SHAPES = [
     (8192, 512, 1), (8192, 4096, 5), (12288, 512, 2), (16384, 256, 1), (4608, 8192, 1), (768, 14336, 8), (256, 14336, 16),
     (1000, 4096, 1), (4097, 1024, 3), (8192, 768, 16), (256, 16384, 2), (2048, 2048, 1),
