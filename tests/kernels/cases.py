@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
-from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
+from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import step_bits
 from requant_kernels.trellis.operands import RotatedActivations

@@ -33,6 +33,10 @@ from triton.runtime.interpreter import TensorHandle
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
 ALLOCATED: list[torch.Tensor] = []  # what the kernels may touch
+OF_TWO = {
+    "and.b32": np.bitwise_and, "xor.b32": np.bitwise_xor, "shl.b32": np.left_shift, "shr.u32": np.right_shift,
+    "add.u32": np.add, "min.u32": np.minimum,
+}  # fmt: skip
 SHARED, ACCESSES = np.zeros(1 << 16, np.uint32), Accesses()
 allocate = torch.empty
 
@@ -111,18 +115,8 @@ def run_memory(
                     registers[target] = np.broadcast_to(a[0], shape)
                 case "mad.lo.u32":
                     registers[target] = a[0] * a[1] + a[2]
-                case "and.b32":
-                    registers[target] = a[0] & a[1]
-                case "xor.b32":
-                    registers[target] = a[0] ^ a[1]
-                case "add.u32":
-                    registers[target] = a[0] + a[1]
-                case "shr.u32":
-                    registers[target] = a[0] >> a[1]
-                case "min.u32":
-                    registers[target] = np.minimum(a[0], a[1])
-                case "shl.b32":
-                    registers[target] = a[0] << a[1]
+                case _ if opcode in OF_TWO:
+                    registers[target] = OF_TWO[opcode](a[0], a[1])
                 case "cvt.f32.f16":
                     halves = a[0].astype(np.uint16).view(np.float16)
                     registers[target] = halves.astype(np.float32).view(np.uint32)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from requant_kernels.fallback import reference
+from requant_kernels.hadamard.tile_builder import TF32_FACTOR
 from requant_kernels.hadamard.tile_ptx import (
-    TF32_FACTOR,
     exchange_ptx,
     register_transform_ptx,
     tile_transform_ptx,

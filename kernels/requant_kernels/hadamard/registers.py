@@ -3,7 +3,7 @@
 Tensors are [512], one element per thread of 16 warps, and eight of them hold a tile of 4096 values. (With two dimensions
 Triton would be free to assign elements to lanes and warps differently.) The *order* of a tile says which index bit of a
 value each bit of its position represents: 3 bits for the eight, 5 for the lane, 4 for the warp. The products of
-`tile_ptx.py` mix the bits of the position, and move them:
+`tile_builder.py` mix the bits of the position, and move them:
 
     position      eight           lane                  warp
     before        o0 o1 o2        o3 o4 o5 o6 o7        o8 o9 o10 o11
@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 
 from requant_kernels.common.ptx import Ptx
+from requant_kernels.hadamard.tile_builder import TF32_FACTOR, VALUES_BYTES
 from requant_kernels.hadamard.tile_kernel import sign_pair
 from requant_kernels.hadamard.tile_ptx import (
-    TF32_FACTOR,
-    VALUES_BYTES,
     allocate_smem_ptx,
     exchange_ptx,
     register_transform_int8_ptx,
@@ -217,18 +216,11 @@ def transform(values, signs, exchange, NUMBER: tl.constexpr, WAITS: tl.constexpr
 
 @triton.jit
 def transform_to_int8(
-    values,
-    signs,
-    exchange,
-    smem,
-    high,
-    low,
-    NUMBER: tl.constexpr,
-    WAITS: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-):
+    values, signs, exchange, smem, high, low, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr
+):  # fmt: skip
     """The same in 16-bit fixed point, stored at the addresses of the thread's first high and low bytes. Returns the tile's
-    scale, the sum of its integers, that of their high bytes, and that of what `sum_warp` has added, in every thread."""
+    scale, the sum of its integers, that of their high bytes, and that of what `sum_warp` has added, if it has, in every
+    thread."""
     PTX: tl.constexpr = TRANSFORM.ptx[0][WAITS]
     zero = signs[0] * 0
     return tl.inline_asm_elementwise(

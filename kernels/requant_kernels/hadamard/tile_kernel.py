@@ -22,7 +22,8 @@ from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
-from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE, tile_transform_ptx
+from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
+from requant_kernels.hadamard.tile_ptx import tile_transform_ptx
 
 
 @triton.jit

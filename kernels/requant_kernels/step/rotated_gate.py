@@ -106,11 +106,8 @@ def rotated_gate_kernel(
         output_factors(gate_scales, GATE, FINISH) + output_factors(up_scales, UP, FINISH)
         + input_factors(input_scales, TARGET), signs + exchange + (first // 8, held // 4), PDL, False,
     )  # fmt: skip
-    gate_factors, up_factors, factors = (
-        floats[: 8 * COUNT],
-        floats[8 * COUNT : 16 * COUNT],
-        floats[16 * COUNT :],
-    )
+    gate_factors, up_factors = floats[: 8 * COUNT], floats[8 * COUNT : 16 * COUNT]
+    factors = floats[16 * COUNT :]
     signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]
     held = 4 * integers[8]
     gate, up = (), ()
@@ -137,25 +134,9 @@ def rotated_gate_kernel(
     if AGAIN.masks != FINISH.masks:
         signs = signs_of(lane, AGAIN)
     rotate_and_store(
-        h,
-        signs,
-        exchange,
-        lane,
-        warp,
-        held,
-        smem,
-        token,
-        tile,
-        y_ptr,
-        scales_ptr,
-        None,
-        0,
-        True,
-        TARGET,
-        CROSSES,
-        WIDTH,
-        ASM,
-    )
+        h, signs, exchange, lane, warp, held, smem, token, tile, y_ptr, scales_ptr, None, 0, True, TARGET,
+        CROSSES, WIDTH, ASM,
+    )  # fmt: skip
 
 
 def supports(width: int) -> bool:

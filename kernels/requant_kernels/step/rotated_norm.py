@@ -113,11 +113,8 @@ def rotated_norm_kernel(
         for i in tl.static_range(8 * COUNT):
             factor = input_scales[i].to(tl.float32) * TARGET.transform.factor
             inputs = inputs + (weight[i].to(tl.float32) * factor,)
-    signs, exchange, held = (
-        signs_of(lane, FINISH),
-        exchange_in(smem, lane, warp, ASM),
-        index_of(lane, warp, HELD),
-    )
+    signs, exchange = signs_of(lane, FINISH), exchange_in(smem, lane, warp, ASM)
+    held = index_of(lane, warp, HELD)
     # divided, so that the compiler knows what the product is a multiple of: it loads and stores several values at once
     floats, integers = wait_with(output + inputs, signs + exchange + (first // 8, held // 4), PDL, False)
     output, inputs = floats[: len(output)], floats[len(output) :]
@@ -154,25 +151,9 @@ def rotated_norm_kernel(
         for i in tl.static_range(8 * COUNT):
             y = y + (x[i].to(tl.float32) * inputs[i],)
         rotate_and_store(
-            y,
-            signs,
-            exchange,
-            lane,
-            warp,
-            held,
-            smem,
-            token,
-            0,
-            y_ptr,
-            scales_ptr,
-            eps,
-            1,
-            COUNT == 2,
-            TARGET,
-            CROSSES,
-            WIDTH,
-            ASM,
-        )
+            y, signs, exchange, lane, warp, held, smem, token, 0, y_ptr, scales_ptr, eps, 1, COUNT == 2,
+            TARGET, CROSSES, WIDTH, ASM,
+        )  # fmt: skip
 
 
 def supports(width: int) -> bool:

@@ -104,10 +104,8 @@ def _finished_tile(
     # divided, so that the compiler knows what the product is a multiple of: it loads several values at once
     factors, integers = wait_with(
         output_factors(output_scales, SOURCE, FINISH),
-        signs_of(lane, FINISH) + exchange_in(smem, lane, warp, ASM) + (first // 8,),
-        PDL,
-        False,
-    )
+        signs_of(lane, FINISH) + exchange_in(smem, lane, warp, ASM) + (first // 8,), PDL, False,
+    )  # fmt: skip
     signs, exchange, first = integers[0:3], integers[3:7], 8 * integers[7]
     z = load_product(product_ptr, token, first, PART.width, SOURCE, FINISH)
     z = rotate(z, signs, exchange, 0, False, FINISH, False)
@@ -116,17 +114,8 @@ def _finished_tile(
 
 @triton.jit
 def _with_rope(
-    x,
-    in_head,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    angles,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The norm of heads, if any, and RoPE, in float32; `in_head`: the index of a thread's first value in its head.
     `angles`: its four cosines and sines, if `sin_ptr` is None."""
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 
 from requant_kernels.common.ptx import Ptx
+from requant_kernels.hadamard.registers import allocate_smem, exchange_in
+from requant_kernels.hadamard.tile_builder import TF32_FACTOR
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, sign_pair
 from requant_kernels.hadamard.tile_ptx import (
     LOW_BYTES_OFFSET,
     MAX_SUM_BYTES,
     SUMS_OFFSET,
-    TF32_FACTOR,
     allocate_smem_ptx,
     exchange_ptx,
     fused_smem_bytes,
@@ -76,26 +77,14 @@ def load_factors(input_scales_ptr, lane, warp, width, FUSED: tl.constexpr):
 @triton.jit
 def prepare(lane, warp, FUSED: tl.constexpr):
     """What the rotation needs beside the token: a lane's signs of three products, and addresses of shared memory."""
-    ALLOCATE: tl.constexpr = FUSED.allocate
-    EXCHANGE: tl.constexpr = FUSED.exchange
-    types: tl.constexpr = (tl.int32,) * 4
     g, t = lane // 4 + warp * 0, lane % 4 * 2
     second = sign_pair(g, t, 7)
     first = second
     if FUSED.pair:  # bit 0 is the lowest one of a lane's registers
         first = sign_pair(g, t, 6)
     third = sign_pair(g, t, FUSED.warp_mask)
-    smem = tl.inline_asm_elementwise(
-        ALLOCATE.text, ALLOCATE.constraints, (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
-    )
-    exchange = tl.inline_asm_elementwise(
-        EXCHANGE.text,
-        EXCHANGE.constraints,
-        (smem, lane + warp * 0, warp + lane * 0),
-        dtype=types,
-        is_pure=True,
-        pack=1,
-    )
+    smem = allocate_smem(lane + warp * 0, FUSED)
+    exchange = exchange_in(smem, lane + warp * 0, warp + lane * 0, FUSED)
     return (first, second, third) + exchange + (smem,)
 
 

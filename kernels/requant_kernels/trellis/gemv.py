@@ -22,7 +22,7 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.slots import Slots
-from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
+from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.trellis import fused_hadamard
 from requant_kernels.trellis.codes import CODES

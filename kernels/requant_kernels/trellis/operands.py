@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
+from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.trellis.layout import TrellisLayout
 
 
