@@ -122,7 +122,7 @@ def multiply(
 ) -> object:
     """The product alone; of a head with the rotation before it."""
     if head:
-        return gemv_group.multiply_bands(x, layouts, configs)
+        return gemv_group.multiply_bands(x, layouts, configs, x.dtype)
     if len(layouts) == 1:
         return gemv.launch_gemv(x, layouts[0], configs[0])
     return gemv_group.gemv_group([x] * len(layouts), layouts, configs)

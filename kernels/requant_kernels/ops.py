@@ -20,7 +20,7 @@ from requant_kernels.registry import module_of
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis.gemm_sm90_launch import PdlPosition, num_ctas, overlapping_configs
 from requant_kernels.trellis.layout import TrellisLayout
-from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, SplitAttention
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -90,9 +90,18 @@ def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | 
     return None if form is None else form(layout, num_tokens)
 
 
-def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor | None = None) -> Product:
+def combines_parts(layout: TrellisLayout) -> bool:
+    """Whether `product` takes split attention for this layout."""
+    kernel, config = dispatch(layout, 1, layout.packed_codes.device)
+    rotates_itself: Any = getattr(module_of(kernel), "rotates_itself", None)
+    return rotates_itself is not None and rotates_itself(layout, config)
+
+
+def product(
+    x: Tensor | RotatedActivations | SplitAttention, layout: TrellisLayout, bias: Tensor | None = None
+) -> Product:
     """A trellis layer without its last rotation, for a layout that has an `activation_form`; x [m, k], rows contiguous, or
-    already rotated."""
+    already rotated, or in parts (`combines_parts`)."""
     num_tokens = x.shape[0] if isinstance(x, Tensor) else x.num_tokens
     kernel, config = dispatch(layout, num_tokens, layout.packed_codes.device)
     values = module_of(kernel).product(x, layout, config)
@@ -166,7 +175,25 @@ def multiply_bands(x: Tensor, layouts: Sequence[TrellisLayout]) -> Tensor | None
         return None
     from requant_kernels.trellis.gemv_group import multiply_bands as multiply_bands_cuda  # needs Triton
 
-    return multiply_bands_cuda(x, layouts, configs)
+    return multiply_bands_cuda(x, layouts, configs, x.dtype)
+
+
+def bands_form(layouts: Sequence[TrellisLayout], num_tokens: int) -> ActivationForm | None:
+    """The form of rotated activations that `multiply_rotated_bands` takes; None if it does not support these."""
+    if dispatch_group(layouts, num_tokens, layouts[0].packed_codes.device) is None:
+        return None
+    return activation_form(layouts[0], num_tokens)
+
+
+def multiply_rotated_bands(
+    x: RotatedActivations, layouts: Sequence[TrellisLayout], dtype: torch.dtype
+) -> Tensor:
+    """`multiply_bands` of activations that are already rotated, y [m, sum of n] in `dtype` (`bands_form`)."""
+    from requant_kernels.trellis.gemv_group import multiply_bands as multiply_bands_cuda  # needs Triton
+
+    configs = dispatch_group(layouts, x.num_tokens, layouts[0].packed_codes.device)
+    assert configs is not None
+    return multiply_bands_cuda(x, layouts, configs, dtype)
 
 
 def lookup(

@@ -13,7 +13,7 @@ transformers writes this as some thirty small operations per block, each a launc
 8.5 ms of a step of an 8B model in bf16 on an H100. torch.compile saves as much, but has to compile first, model by model.
 Here they are the kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds
 (`PlainBlock`). If all matrices of the blocks are trellis codes, the rotations around them are fused too
-(`trellis_block.py`).
+(`trellis_block.py`), and those of an embedding and a head in such codes (`trellis_ends.py`).
 
 The experts of a mixture, with their router, remain the model's own modules (`MixtureBlock`).
 
@@ -42,6 +42,7 @@ from requant.inference.kernel_layers import Sibling
 from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
+from requant.inference.trellis_ends import TrellisHead, TrellisInputs, trellis_head, trellis_inputs
 from requant.models.experts import Experts
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -59,19 +60,22 @@ class FusedStep:
     def __init__(
         self,
         model: Any,
-        inputs: RowInputs | AngleInputs | ModelInputs,
+        inputs: "RowInputs | AngleInputs | ModelInputs | TrellisInputs",
         blocks: "Blocks",
+        head: TrellisHead | None = None,
     ) -> None:
-        self.model, self.inputs, self.blocks = model, inputs, blocks
+        self.model, self.inputs, self.blocks, self.head = model, inputs, blocks, head
         self.fuses_rotations = isinstance(blocks[0], TrellisBlock)
 
     @torch.no_grad()
     def __call__(self, tokens: Int64[Tensor, "b 1"], cache: Any) -> Float[Tensor, "b v"]:
         """Logits; keys and values are written after the first `cache.length`, which the caller counts."""
-        (x, cos, sin), delta = self.inputs(tokens, cache.length), None
+        x, cos, sin, delta = self.inputs(tokens, cache.length)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             step: Any = block
             delta = step(x, delta, cos, sin, layer, cache.length)
+        if self.head is not None and isinstance(delta, Product):
+            return self.head(x, delta, self.model.base_model.norm)
         return self.model.get_output_embeddings()(normalized(x, delta, self.model.base_model.norm))
 
     @torch.no_grad()
@@ -212,8 +216,15 @@ def fused_steps(model: Any, sequences: int, length: int, *, rotations: bool = Tr
     """The fused steps of a model for so many sequences and a cache of `length` tokens, the fastest first; none where its
     modules are not those of a Llama. `rotations`: those of trellis codes are fused too."""
     found = fused_blocks(model, sequences, rotations=rotations)
-    inputs: Any = step_inputs(model, length) if found else None
-    return [FusedStep(model, inputs, blocks) for blocks in found]
+    if not found:
+        return []
+    plain, steps = step_inputs(model, length), []
+    for blocks in found:
+        inputs, head = plain, None
+        if isinstance(blocks[0], TrellisBlock):
+            inputs, head = trellis_inputs(model, length) or plain, trellis_head(model, sequences)
+        steps.append(FusedStep(model, inputs, blocks, head))
+    return steps
 
 
 def fused_blocks(model: Any, rows: int, *, rotations: bool = True) -> list[Blocks]:

@@ -109,7 +109,7 @@ class BandedLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
         y = None
         if self.rotates_once and not torch.compiler.is_compiling():
-            y = multiply_bands(x.reshape(-1, self.in_features), self._layouts())
+            y = multiply_bands(x.reshape(-1, self.in_features), self.layouts())
         if y is None:
             y = torch.cat([band(x) for band in self.bands], dim=-1)
         y = y.view(*x.shape[:-1], self.out_features)
@@ -131,7 +131,8 @@ class BandedLinear(nn.Module):
     def _bands(self) -> "list[KernelLinear]":
         return cast("list[KernelLinear]", list(self.bands))
 
-    def _layouts(self) -> list[TrellisLayout]:
+    def layouts(self) -> list[TrellisLayout]:
+        """Those of the bands, which are trellises if `rotates_once`."""
         return [cast(TrellisLayout, band.layout) for band in self._bands()]
 
     _save_to_state_dict = refuse_to_save

@@ -3,7 +3,7 @@
 A model's own modules take ten launches for them. If the angles depend on the position alone, the model's own RoPE is
 evaluated once for every position of the cache, and a step reads a row of the result: the same numbers, whatever scaling
 made them. If a row is all that the embedding gives, one launch copies it as well (`requant_kernels/step/embed.py`); an
-embedding in codes looks its own rows up.
+embedding in codes looks its own rows up, or they are a product that the first norm finishes (`trellis_ends.py`).
 """
 
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from requant_kernels.step.embed import embed
+from requant_kernels.trellis.operands import Product
 from torch import Tensor, nn
 
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
-Inputs = tuple[Float[Tensor, "b d"], Float[Tensor, "b head_dim"], Float[Tensor, "b head_dim"]]
+# x, cosines, sines, and what is still to be added to x
+StepInputs = tuple[
+    Float[Tensor, "b d"], Float[Tensor, "b head_dim"], Float[Tensor, "b head_dim"], Product | None
+]
 
 
 class RowInputs:
@@ -24,10 +28,9 @@ class RowInputs:
         self.embedding = model.get_input_embeddings()
         self.cos, self.sin = angles_of(model, length)
 
-    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> Inputs:
-        """x, cosines and sines."""
+    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> StepInputs:
         x, cos, sin = embed(tokens, self.embedding.weight, self.cos, self.sin, position)
-        return x, cos.expand(len(x), -1), sin.expand(len(x), -1)
+        return x, cos.expand(len(x), -1), sin.expand(len(x), -1), None
 
 
 class AngleInputs:
@@ -37,11 +40,10 @@ class AngleInputs:
         self.embedding = model.get_input_embeddings()
         self.angles = torch.stack(angles_of(model, length), dim=1)
 
-    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> Inputs:
-        """x, cosines and sines."""
+    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> StepInputs:
         x = self.embedding(tokens).flatten(0, 1)
         cos, sin = self.angles.index_select(0, position.view(1)).unbind(1)
-        return x, cos.expand(len(x), -1), sin.expand(len(x), -1)
+        return x, cos.expand(len(x), -1), sin.expand(len(x), -1), None
 
 
 class ModelInputs:
@@ -50,11 +52,10 @@ class ModelInputs:
     def __init__(self, model: Any) -> None:
         self.embedding, self.rotary = model.get_input_embeddings(), model.base_model.rotary_emb
 
-    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> Inputs:
-        """x, cosines and sines."""
+    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> StepInputs:
         x = self.embedding(tokens)
         cos, sin = (part[0].expand(len(x), -1) for part in self.rotary(x, position.view(1, 1)))
-        return x.flatten(0, 1), cos, sin
+        return x.flatten(0, 1), cos, sin, None
 
 
 @torch.no_grad()

@@ -3,14 +3,15 @@
     y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
     q, k, v = products of y                                                      1         (`trellis/gemv_group.py`)
     queries, cache = rotated rope(q, k, v)                                       1         (`step/rotated_rope.py`)
-    attention                                                                    2, or 1 of many sequences
+    attention                                                                    1, or 2 of a few sequences
     o = product of the attention                                                 1, or 2 where its input is rotated apart
     y = rotated norm(x += finished o)                                            1
     gate, up = products of y                                                     1
     h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
     down = product of h, which the next block finishes                           1
 
-That is 10 launches; if each matrix rotates for itself, it takes 21 for one token and 27 for more. Matrices that read the
+That is 9 launches for one sequence, 10 or 11 for a few; if each matrix rotates for itself, it takes 21 for one token and 27
+for more. Matrices that read the
 same activations need the same input scales, which is the case for those that `requant quantize` made: their signs follow
 from the recipe's seed. Matrices of equal bits are one matrix for the kernels (`convert.py`); those of different widths, as
 a budget may give them, take one launch up to 16 sequences, and one per width beyond, which overlap.
@@ -20,11 +21,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from jaxtyping import Float
-from requant_kernels.ops import activation_form, product, products
+from requant_kernels.ops import activation_form, combines_parts, product, products
 from requant_kernels.step import rotated_gate, rotated_norm, rotated_rope
-from requant_kernels.step.attention import attend
+from requant_kernels.step.attention import attend, attend_split
 from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, shares_form
+from requant_kernels.trellis.operands import (
+    ActivationForm,
+    Product,
+    RotatedActivations,
+    SplitAttention,
+    shares_form,
+)
 from torch import Tensor, nn
 
 from requant.inference.kernel_layers import KernelLinear, Sibling
@@ -34,8 +41,16 @@ from requant.inference.prompt_attention import attend_prompt
 class TrellisBlock:
     """A block for steps of a number of sequences, by `trellis_block`."""
 
-    def __init__(self, block: Any, activation: str, readers: "tuple[Readers, Readers, Readers]") -> None:
-        self.block, self.activation = block, activation
+    def __init__(
+        self,
+        block: Any,
+        activation: str,
+        readers: "tuple[Readers, Readers, Readers]",
+        *,
+        splits: bool = False,
+    ) -> None:
+        """`splits`: o combines the parts of the attention of one sequence."""
+        self.block, self.activation, self.splits = block, activation, splits
         self.qkv, self.gate_up, self.down = readers
 
     def __call__(
@@ -56,17 +71,23 @@ class TrellisBlock:
         queries = rotated_rope.rotated_rope(
             q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module)
         )
-        if past is None:
-            output = attend(queries[:, :, None], layer.keys, layer.values, None, scale, position=position)
-        else:
+        if past is not None:
             output = attend_prompt(queries, layer.keys, layer.values, scale, past=past)
-        return self.after_attention(x, output.flatten(1))
+            return self.after_attention(x, output)
+        one_query = queries[:, :, None], layer.keys, layer.values
+        if self.splits:
+            attended = attend_split(*one_query, scale, position=position)
+        else:
+            attended = attend(*one_query, None, scale, position=position).flatten(1)
+        return self.after_attention(x, attended)
 
     def before_attention(self, x: Float[Tensor, "b d"], delta: Product | None) -> list[Product]:
         """The products of q, k and v with the norm of x + delta; x becomes that sum."""
         return self.qkv.products(self.qkv.normalized(x, delta, self.block.input_layernorm))
 
-    def after_attention(self, x: Float[Tensor, "b d"], output: Float[Tensor, "b d"]) -> Product:
+    def after_attention(
+        self, x: Float[Tensor, "b d"], output: Float[Tensor, "b q"] | SplitAttention
+    ) -> Product:
         """What the MLP adds to x, which becomes what it is after the attention."""
         o = self.block.self_attn.o_proj
         delta = product(output, layout_of(o), o.bias)
@@ -124,7 +145,8 @@ def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisB
     readers = Readers(qkv, sequences), Readers(gate_up, sequences), Readers(down, sequences)
     if not all(shares_form([layout_of(matrix) for matrix in own.matrices]) for own in readers):
         return None
-    return TrellisBlock(block, activation, readers)
+    splits = sequences == 1 and combines_parts(layout_of(o[0]))
+    return TrellisBlock(block, activation, readers, splits=splits)
 
 
 MATRICES = (

@@ -6,6 +6,7 @@ few that load, store or use shared memory are run line by line on the real addre
 
 import ctypes
 import itertools
+import math
 import re
 from typing import Any
 
@@ -27,7 +28,7 @@ from requant_kernels.trellis.gemv import activation_form, can_fuse, launch_gemv,
 from requant_kernels.trellis.gemv_group import gemv_group, group_constants
 from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
-from requant_kernels.trellis.operands import RotatedActivations
+from requant_kernels.trellis.operands import RotatedActivations, SplitAttention
 from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
@@ -211,6 +212,24 @@ def check_fused() -> None:
         assert error < 8e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
 
+def check_split() -> None:
+    """Attention in parts, combined by every CTA; one part has no positions."""
+    for code, k, parts, d in (("mul1", 4096, 3, 128), ("pair", 768, 5, 64)):
+        ALLOCATED.clear()
+        layout = pack_trellis(*random_trellis(32, k, 3, "cpu"), bits=3, code=code)
+        config = TrellisGemvConfig(num_warps=16, tiles_per_cta=2, units_per_step=1)
+        assert gemv.rotates_itself(layout, config)
+        values, logarithms = torch.randn(k // d, parts, d).to(torch.bfloat16), 3 * torch.randn(k // d, parts)
+        values[:, -1], logarithms[:, -1] = 0, float("-inf")
+        ALLOCATED.extend((layout.packed_codes, layout.input_scales, values, logarithms))
+        got = launch_gemv(SplitAttention(values=values, logarithms=logarithms), layout, config)
+        weights = torch.softmax(logarithms.double() * math.log(2), 1)
+        x = (values.double() * weights[:, :, None]).sum(1).view(1, k)
+        want = (x * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
+        error = relative_error(got, want)
+        assert error < 8e-4, f"{code} of {k} columns in {parts} parts is off by {error:.1e}"
+
+
 def check_unrotated() -> None:
     """Matrices that lack one rotation or both: the product is finished where it is computed."""
     for code, bits, n, k, m, rotates, launch in (
@@ -390,6 +409,7 @@ def main() -> None:
     check_groups()
     gemv_kernel.MAX_SUM_BYTES = 32768
     check_fused()
+    check_split()
     check_unrotated()
     check_experts()
 

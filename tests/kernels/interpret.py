@@ -1,5 +1,7 @@
 """Run under TRITON_INTERPRET=1 by `test_interpreter.py`: every kernel, without assembly, against its twin."""
 
+import math
+
 import interpreter_fixes  # noqa: F401
 import torch
 from case_selection import selected
@@ -206,6 +208,20 @@ def check_attention() -> None:
             error = attention_error(q, k, v, visible, y)
             assert error < 2e-3, f"attention in {parts} parts is off by {error:.1e} at {position}"
     attention.num_sms = sms
+    for length in (
+        60,
+        150,
+        attention.split_block(24) * attention.MOST_SPLITS + 40,
+    ):  # one part, one block each, or several
+        k, v = (torch.randn(1, 2, length, 24).half() for _ in range(2))
+        for position in (0, 59, length - 1):
+            visible = torch.arange(length)[None] <= position
+            keys, values = (x.masked_fill(~visible[:, None, :, None], torch.nan) for x in (k, v))
+            found = attention.attend_split(q[:1], keys, values, 0.2, position=torch.tensor(position))
+            weights = torch.softmax(found.logarithms.double() * math.log(2), 1)
+            y = (found.values.double() * weights[:, :, None]).sum(1)[None, None]
+            error = attention_error(q[:1], k, v, visible, y)
+            assert error < 2e-3, f"split attention of {length} is off by {error:.1e} at {position}"
 
 
 def attention_error(

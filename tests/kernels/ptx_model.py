@@ -218,6 +218,8 @@ def run_ptx(
                 value = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
             case "add.f32":
                 value = (a[0].view(np.float32) + a[1].view(np.float32)).view(np.uint32)
+            case "max.f32":
+                value = np.fmax(a[0].view(np.float32), a[1].view(np.float32)).view(np.uint32)
             case "mul.f32":
                 value = (a[0].view(np.float32) * a[1].view(np.float32)).view(np.uint32)
             case "ex2.approx.ftz.f32":

@@ -34,9 +34,14 @@ POINTERS = HALF | INTEGERS | {
     "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8",
     **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
-SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "PDL": True}
-SEVERAL = SHAPE | {"STAGES": attention.STAGES}
-ONE = SHAPE | {"STAGES": 0}
+
+
+def part(stages: int, head_dim: int = 128, **other: Any) -> dict[str, Any]:
+    given = {"group": 4, "head_dim": head_dim, "block": attention.BLOCK, "stages": stages, "fill": False}
+    return {"SHAPE": attention.PartShape(**given | other), "PDL": True}
+
+
+SEVERAL, ONE = part(attention.STAGES), part(0)
 CASES = {
     "rms_norm": (add_rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, (), 8),
     "rms_norm of the widest model": (add_rms_norm_kernel, {"BLOCK": 16384, "PDL": True}, (), 16),
@@ -46,9 +51,17 @@ CASES = {
     "rope_cache of a prompt, with norms": (rope_cache_kernel, {"HEADS": 8, "D": 128, "PDL": True}, (), 4),
     "attention": (attention.part_kernel, SEVERAL, ("mask_ptr", "y_ptr"), 4),
     "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
+    **{
+        f"attention of {d}, splits of {'several blocks' if stages else 'one block'}": (
+            attention.part_kernel,
+            part(stages, d, block=attention.split_block(d), fill=True),
+            ("mask_ptr", "y_ptr"), attention.SPLIT_WARPS,
+        )
+        for d in (64, 128, 256) for stages in (0, attention.STAGES)
+    },
     "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),
     "attention with a mask": (attention.part_kernel, SEVERAL, ("position_ptr", "y_ptr"), 4),
-    "attention of small heads": (attention.part_kernel, ONE | {"D": 24}, ("mask_ptr", "y_ptr"), 4),
+    "attention of small heads": (attention.part_kernel, part(0, 24), ("mask_ptr", "y_ptr"), 4),
     "its parts": (
         attention.combine_kernel, {"D": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
     ),

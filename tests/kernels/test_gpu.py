@@ -1,6 +1,7 @@
 """Every kernel on the GPU against float64 of the dequantized weights, and what a server needs of it."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.gemv_launch import GemvConfig
-from requant_kernels.step.attention import attend
+from requant_kernels.step.attention import attend, attend_split
 from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
@@ -143,6 +144,21 @@ def test_attention_of_one_token(
         got = torch.ops.requant.attend(q, k, v, mask, 0.1)
         assert relative_error(got.cpu(), want.double()) < 2 * LIMIT[dtype]
     torch.library.opcheck(torch.ops.requant.attend, (q, k, v, filled, 0.1))
+
+
+@pytest.mark.parametrize(("d", "length"), [(128, 40), (128, 640), (64, 640), (256, 700), (128, 9000)])
+def test_split_attention(d: int, length: int) -> None:
+    """Its parts, combined, are the attention; those without positions weigh nothing."""
+    q = torch.randn(1, 32, 1, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 8, length, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for last in (0, 37, length // 2, length - 1):
+        position = torch.tensor(min(last, length - 1), device="cuda")
+        found = attend_split(q, k, v, 0.1, position=position)
+        weights = torch.softmax(found.logarithms.double() * math.log(2), 1)
+        y = (found.values.double() * weights[:, :, None]).sum(1)[None, None]
+        assert (
+            relative_error(y, attend(q, k, v, None, 0.1, position=position).double()) < LIMIT[torch.bfloat16]
+        )
 
 
 @pytest.mark.parametrize(("b", "length"), [(1, 700), (8, 700), (1, 20000), (40, 3000)])

@@ -63,7 +63,7 @@ def norm(width: int, kind: str, splits: int) -> Machine:
     target = None if kind == "plain" else target_of(form_of(kind, width), finish.after, width)
     shape = NormShape(
         width=width, num_tiles=-(-width // 4096), crosses=tiles_of_block(width) > 1, finish=finish,
-        source=Source(splits=splits, row_stride=width), target=target,
+        reads_stream=True, source=Source(splits=splits, row_stride=width), target=target,
     )  # fmt: skip
     y = {"int8": "*i8", "permuted": "*fp16", "dense": "*fp16", "plain": "*bf16"}[kind]
     absent = ("bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))

@@ -5,6 +5,7 @@ import math
 import torch
 from requant_kernels.common.slots import Slots
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.trellis.fused_hadamard import Token
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import k64_per_unit
@@ -19,10 +20,11 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
     k: int | None = None, fused: bool = False, finished: bool = False,
-    high_bytes: bool = False, slots: Slots | None = None,
+    high_bytes: bool = False, slots: Slots | None = None, parts: int = 0,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
-    `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts."""
+    `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts. `parts`: of
+    the attention that a fused rotation combines."""
     quad_bits = round(4 * bits)
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
@@ -35,8 +37,10 @@ def trellis_machine(
             "hadamard_tiles": -(-k // HADAMARD_TILE),
             "rows": 16,
         }
-    kind = (k & -k, torch.float16) if fused and k is not None else None
-    given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind, high_bytes=high_bytes) | {
+    token = None
+    if fused and k is not None:
+        token = Token(block_size=k & -k, dtype=torch.float16, parts=parts, head_dim=128 if parts else 0)
+    given = gemv_constants(code, quad_bits, vector, config, tokens, units, token, high_bytes=high_bytes) | {
         "PDL": capability >= 90,
         "EARLY_TRIGGER": False,
         "SLOTS": slots,
@@ -49,7 +53,7 @@ def trellis_machine(
         "x_ptr": "*i8" if given["SHAPE"].int8 and not fused else "*fp16",
     }
     pointers |= {"scales_ptr": "*fp32", "input_scales_ptr": "*fp16"}
-    absent = () if given["SHAPE"].int8 and not fused else ("scales_ptr",)
+    absent = () if given["SHAPE"].int8 and (parts or not fused) else ("scales_ptr",)
     absent += () if fused else ("input_scales_ptr",)
     pointers |= {"output_scales_ptr": "*fp16", "bias_ptr": "*bf16", "addend_ptr": "*fp32"}
     pointers |= {"experts_ptr": "*i64", "matrices_ptr": "*i32"}

@@ -4,7 +4,8 @@
 
 A CTA has a whole token, since the norm needs all of it. x is rounded where `trellis/rotate.py` and `rms_norm.py` round it;
 y, where it is rotated, is not: its division by rms(x) comes after the rotation, which therefore does not wait for the sum of
-squares. Either end may be absent: a model's first norm follows no product, and after the last one y itself is returned.
+squares. Either end may be absent: a model's first norm follows no product, or one that is all of x (its embedding, in
+codes), and y itself is returned where no matrix rotates it.
 
 After a product x is read before the previous launch has finished. So that launch must not have written it, and of those
 between it and the one that has, one must trigger the next only after its own wait (the launch of RoPE or the gate, here).
@@ -63,6 +64,7 @@ class NormShape:
     width: int
     num_tiles: int  # per token
     crosses: bool  # a Hadamard block is two tiles
+    reads_stream: bool  # False: the product is all that the stream is
     finish: TileTransform  # for the product; without one its order is that in which the stream is read
     source: Source | None
     target: Target | None  # None: y is stored unrotated
@@ -101,6 +103,7 @@ def rotated_norm_kernel(
         weight = weight + load_eight(weight_ptr, t * 4096 + index, WIDTH, NEXT)
         if product_ptr is not None:
             output_scales = output_scales + load_eight(output_scales_ptr, t * 4096 + index, WIDTH, NEXT)
+        if product_ptr is not None and SHAPE.reads_stream:
             x = x + load_eight(row, t * 4096 + index, WIDTH, NEXT)
         if bias_ptr is not None:
             bias = bias + load_eight(bias_ptr, t * 4096 + index, WIDTH, NEXT)
@@ -129,7 +132,10 @@ def rotated_norm_kernel(
         z = rotate(z, signs, exchange, 0, False, FINISH, CROSSES)
         delta, total = outputs_of(z, output, bias), ()
         for i in tl.static_range(8 * COUNT):
-            total = total + ((x[i].to(tl.float32) + delta[i].to(DTYPE).to(tl.float32)).to(DTYPE),)
+            added = delta[i].to(DTYPE)
+            if SHAPE.reads_stream:
+                added = (x[i].to(tl.float32) + added.to(tl.float32)).to(DTYPE)
+            total = total + (added,)
         x = total
         for t in tl.static_range(COUNT):
             _store_row(row, t * 4096 + index, x[8 * t : 8 * t + 8], WIDTH, NEXT)
@@ -179,7 +185,9 @@ def rotated_norm(
             product and product.values, product and product.output_scales, product and product.bias, x, weight,
             input_scales, y, scales, eps,
         ),
-        _constants(k, product and product.source, form, supports_pdl(x.device)),
+        _constants(
+            k, product and product.source, form, supports_pdl(x.device), product is None or not product.is_all
+        ),
         smem_bytes=apart_smem_bytes(m, x.device),
     )  # fmt: skip
     return found
@@ -187,13 +195,13 @@ def rotated_norm(
 
 @cache
 def _constants(
-    width: int, source: Source | None, form: ActivationForm | None, pdl: bool
+    width: int, source: Source | None, form: ActivationForm | None, pdl: bool, reads_stream: bool
 ) -> dict[str, object]:
     options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     finish = tile_transform(NATURAL, width & -width)
     shape = NormShape(
         width=width, num_tiles=-(-width // HADAMARD_TILE), crosses=tiles_of_block(width) > 1, finish=finish,
-        source=source, target=form and target_of(form, finish.after, width),
+        reads_stream=reads_stream, source=source, target=form and target_of(form, finish.after, width),
     )  # fmt: skip
     return {
         "SHAPE": shape,

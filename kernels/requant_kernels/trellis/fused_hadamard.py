@@ -4,6 +4,10 @@ This saves the launch of a rotation: 4096 x 4096 takes 6.3 us instead of 7.3 (`p
 5.0. It costs every CTA a rotation, so it is used only up to 4096 columns, with all CTAs, of 16 warps, resident at once; at
 8192 columns it saved 7 % for one matrix and cost 15 % for another. The PTX is that of `hadamard/`. The int8 activations stay
 in the shared memory that the rotation used for its exchange, where `gemv.py` reads them.
+
+A token of attention may come in parts (`SplitAttention`): then every CTA combines them first, which saves another launch.
+
+    y = sum_i 2^(z_i - max z) o_i / sum_i 2^(z_i - max z)
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -17,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from requant_kernels.common.ptx import Ptx
+from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
 from requant_kernels.hadamard.registers import allocate_smem, exchange_in
 from requant_kernels.hadamard.tile_builder import TF32_FACTOR
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, sign_pair
@@ -32,8 +36,19 @@ from requant_kernels.hadamard.tile_ptx import (
     load_eight_ptx,
 )
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
+from requant_kernels.trellis.gemv_ptx import load_activations_ptx
 
 NUM_WARPS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """What a prologue rotates."""
+
+    block_size: int  # of the Hadamard transform
+    dtype: torch.dtype
+    parts: int = 0  # of attention, whose heads have `head_dim` values; 0: it is whole
+    head_dim: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +61,11 @@ class FusedHadamard:
     low_bytes: int  # offset from the high to the low bytes, in shared memory
     sums_offset: int  # of the shared memory for the cross-warp reduction of `gemv.py`
     load_x: Ptx
+    load_parts: tuple[Ptx, ...]  # empty: the token is whole
+    load_logarithms: Ptx
+    weights: Ptx
+    head_dim: int
+    dtype: str  # of the values of parts
     load_input_scales: Ptx
     allocate: Ptx
     exchange: Ptx
@@ -89,10 +109,60 @@ def prepare(lane, warp, FUSED: tl.constexpr):
 
 
 @triton.jit
-def rotate_token(x_ptr, factors, prepared, lane, warp, width, FUSED: tl.constexpr):
+def _two_values(word, FUSED: tl.constexpr):
+    """Both 16-bit values of a word, the low one first, as float32."""
+    if FUSED.dtype == "bf16":
+        low, high = word << 16, word & -65536
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    low, high = word.to(tl.int16), (word >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _combine_parts(values_ptr, logarithms_ptr, at, width, FUSED: tl.constexpr):
+    """Eight adjacent values of attention in parts; past the end, any valid ones. All loads precede the arithmetic."""
+    LOADS: tl.constexpr = FUSED.load_parts
+    PARTS: tl.constexpr = len(LOADS)
+    D: tl.constexpr = FUSED.head_dim
+    words: tl.constexpr = (tl.int32,) * 4
+    at = tl.minimum(at, width - 8)
+    head = at // D
+    address = (values_ptr + (head * (PARTS - 1) * D + at)).to(tl.int64)
+    logarithms = tl.inline_asm_elementwise(
+        FUSED.load_logarithms.text, FUSED.load_logarithms.constraints, ((logarithms_ptr + head * PARTS).to(tl.int64),),
+        dtype=(tl.float32,) * PARTS, is_pure=False, pack=1,
+    )  # fmt: skip
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts = parts + tl.inline_asm_elementwise(
+            LOADS[i].text, LOADS[i].constraints, (address,), dtype=words, is_pure=False, pack=1
+        )
+    weights = tl.inline_asm_elementwise(
+        FUSED.weights.text,
+        FUSED.weights.constraints,
+        logarithms,
+        dtype=(tl.float32,) * PARTS,
+        is_pure=True,
+        pack=1,
+    )
+    y = (0.0,) * 8
+    for i in tl.static_range(PARTS):
+        sums = ()
+        for j in tl.static_range(4):
+            low, high = _two_values(parts[4 * i + j], FUSED)
+            sums = sums + (y[2 * j] + weights[i] * low, y[2 * j + 1] + weights[i] * high)
+        y = sums
+    return y
+
+
+@triton.jit
+def rotate_token(x_ptr, logarithms_ptr, factors, prepared, lane, warp, width, FUSED: tl.constexpr):
     """Rotate the token; returns the shared memory address of its high bytes, its scale and the sum of its integers."""
     LOAD: tl.constexpr = FUSED.load_x
-    x = _load_eight(x_ptr, warp * 256 + lane * 8, width, LOAD)
+    if len(FUSED.load_parts) > 0:
+        x = _combine_parts(x_ptr, logarithms_ptr, warp * 256 + lane * 8, width, FUSED)
+    else:
+        x = _load_eight(x_ptr, warp * 256 + lane * 8, width, LOAD)
     values = ()
     for i in tl.static_range(8):
         values = values + (x[i] * factors[i],)
@@ -106,15 +176,47 @@ def rotate_token(x_ptr, factors, prepared, lane, warp, width, FUSED: tl.constexp
 
 
 @cache
-def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles: int) -> FusedHadamard:
-    """The prologue for Hadamard blocks of `block_size` values of a token of type `dtype`."""
+def _load_logarithms_ptx(parts: int) -> Ptx:
+    """Adjacent float32. Outputs: `parts`. Input: the address."""
+    names = [f"z{i}" for i in range(parts)]
+    lines = [f"ld.global.f32 ${name}, [$address + {4 * i}];" for i, name in enumerate(names)]
+    return inline_ptx(lines, outputs=dict.fromkeys(names, "=&f"), inputs={"address": "l"})
+
+
+@cache
+def _weights_ptx(parts: int) -> Ptx:
+    """2^z_i / sum_i 2^z_i. Outputs: `parts`. Inputs: as many z, not all negative infinity."""
+    if parts == 0:
+        return Ptx(text="", constraints="")
+    ptx = PtxBuilder()
+    z = [f"${parts + i}" for i in range(parts)]
+    top = z[0]
+    for value in z[1:]:
+        top = ptx.new("top", f"max.f32 {{d}}, {top}, {value};")
+    powers = [ptx.new("less", f"sub.f32 {{d}}, {value}, {top};") for value in z]
+    powers = [ptx.new("power", f"ex2.approx.ftz.f32 {{d}}, {value};") for value in powers]
+    total = powers[0]
+    for power in powers[1:]:
+        total = ptx.new("total", f"add.f32 {{d}}, {total}, {power};")
+    inverse = ptx.new("inverse", f"rcp.approx.ftz.f32 {{d}}, {total};")
+    ptx.emit(*(f"mul.f32 ${i}, {power}, {inverse};" for i, power in enumerate(powers)))
+    return ptx.build(["=f"] * parts + ["f"] * parts)
+
+
+@cache
+def fused_hadamard(token: Token, *, pair: bool, row_tiles: int) -> FusedHadamard:
+    """The prologue for a token, of a CTA of `row_tiles`; `pair`: as in `hadamard/`."""
     smem_bytes = fused_smem_bytes(128 * NUM_WARPS * 2 * row_tiles)
+    kind = "bf16" if token.dtype == torch.bfloat16 else "fp16"
     return FusedHadamard(
-        factor=TF32_FACTOR * block_size**-0.5 * (2 if pair else 1), warp_mask=block_size - 1 >> 8, pair=pair,
+        factor=TF32_FACTOR * token.block_size**-0.5 * (2 if pair else 1), warp_mask=token.block_size - 1 >> 8, pair=pair,
         low_bytes=LOW_BYTES_OFFSET, sums_offset=SUMS_OFFSET,
-        load_x=load_eight_ptx("bf16" if dtype == torch.bfloat16 else "fp16"), load_input_scales=load_eight_ptx("fp16"),
+        load_x=load_eight_ptx(kind), load_input_scales=load_eight_ptx("fp16"),
+        load_parts=tuple(load_activations_ptx(2 * token.head_dim * part) for part in range(token.parts)),
+        load_logarithms=_load_logarithms_ptx(token.parts), weights=_weights_ptx(token.parts),
+        head_dim=token.head_dim, dtype=kind,
         allocate=allocate_smem_ptx(smem_bytes), exchange=exchange_ptx(),
-        rotate=fused_transform_ptx(block_size >= HADAMARD_TILE, smem_bytes),
+        rotate=fused_transform_ptx(token.block_size >= HADAMARD_TILE, smem_bytes),
     )  # fmt: skip
 
 

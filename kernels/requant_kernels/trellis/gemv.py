@@ -29,7 +29,7 @@ from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, RotatedActivations, SplitAttention
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
 from requant_kernels.trellis.rounding import tolerates_8_bits
 
@@ -79,9 +79,11 @@ def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationFor
 
 
 def product(
-    x: Tensor | RotatedActivations, layout: TrellisLayout, config: TrellisGemvConfig, *, epilogue: Epilogue | None = None
+    x: Tensor | RotatedActivations | SplitAttention, layout: TrellisLayout, config: TrellisGemvConfig, *,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:  # fmt: skip
-    """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or already rotated."""
+    """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or already rotated, or in parts that
+    every CTA combines (`rotates_itself`)."""
     if isinstance(x, Tensor) and not (x.shape[0] == 1 and can_fuse(x, layout, config)):
         x = rotate_activations(x, layout)
     return launch_gemv(x, layout, config, epilogue=epilogue)
@@ -106,33 +108,40 @@ def reads_high_bytes(layout: TrellisLayout, num_tokens: int) -> bool:
 
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
     """Whether every CTA can rotate its token of x itself, with the CTAs of all `slots` products resident at once."""
+    return x.data_ptr() % 16 == 0 and rotates_itself(layout, config, slots=slots)
+
+
+def rotates_itself(layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
+    """`can_fuse` of an aligned token."""
     return (
         CODES[layout.code].byte_sums
         and layout.input_scales is not None
         and fused_hadamard.supports(layout.k, config)
-        and slots * -(-layout.n // (TILE * config.tiles_per_cta)) <= num_sms(x.device)
-        and x.data_ptr() % 16 == 0
+        and slots * -(-layout.n // (TILE * config.tiles_per_cta)) <= num_sms(layout.packed_codes.device)
         and layout.input_scales.data_ptr() % 16 == 0
     )
 
 
 def launch_gemv(
-    x: Tensor | RotatedActivations, layout: TrellisLayout, config: TrellisGemvConfig, *,
+    x: Tensor | RotatedActivations | SplitAttention, layout: TrellisLayout, config: TrellisGemvConfig, *,
     epilogue: Epilogue | None = None, slot_products: SlotProducts | None = None,
 ) -> Tensor:  # fmt: skip
     """V times rotated activations, float32 [m, rows], or y [m, n] with an epilogue. A plain tensor is one token that every
-    CTA rotates (`can_fuse`). With `slot_products` x has one row per token of theirs, and their y is returned."""
+    CTA rotates (`can_fuse`), split attention one that it combines before. With `slot_products` x has one row per token of
+    theirs, and their y is returned."""
     tiles, units, _, _, vector = layout.packed_codes.shape[-5:]
     rows = tiles * TILE if epilogue is None else layout.n
     if isinstance(x, RotatedActivations):
         values, scales, m = x.values, x.scales, x.num_tokens
-        input_scales, hadamard_tiles, stride, fused = (
-            None, values.shape[1] // HADAMARD_TILE, values.stride(0), None
-        )  # fmt: skip
+        input_scales, hadamard_tiles, stride = None, values.shape[1] // HADAMARD_TILE, values.stride(0)
+        token = None
     else:
-        values, scales, m = x, None, 1
-        input_scales, hadamard_tiles, stride = layout.input_scales, 1, layout.k
-        fused = (layout.k & -layout.k, x.dtype)
+        values, scales = (x.values, x.logarithms) if isinstance(x, SplitAttention) else (x, None)
+        m, input_scales, hadamard_tiles, stride = 1, layout.input_scales, 1, layout.k
+        parts = values.shape[1:] if isinstance(x, SplitAttention) else (0, 0)
+        token = fused_hadamard.Token(
+            block_size=layout.k & -layout.k, dtype=values.dtype, parts=parts[0], head_dim=parts[1]
+        )
     device, slots = values.device, 1
     if slot_products is None:
         dtype = torch.float32 if epilogue is None else epilogue.dtype
@@ -151,7 +160,7 @@ def launch_gemv(
         ),
         interned(
             **gemv_constants(
-                layout.code, layout.quad_bits, vector, config, m, units, fused,
+                layout.code, layout.quad_bits, vector, config, m, units, token,
                 high_bytes=reads_high_bytes(layout, m),
             ),
             PDL=pdl,

@@ -136,15 +136,18 @@ def gemv_group(
 
 
 def multiply_bands(
-    x: Tensor, layouts: Sequence[TrellisLayout], configs: Sequence[TrellisGemvConfig]
+    x: Tensor | RotatedActivations,
+    layouts: Sequence[TrellisLayout],
+    configs: Sequence[TrellisGemvConfig],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """y [m, sum of n] of x [m, k], rows contiguous: side by side, the outputs of matrices that do not rotate them and share
-    the rotation of x (`shares_form`)."""
+    """y [m, sum of n] of x [m, k], rows contiguous, or already rotated: side by side, the outputs of matrices that do not
+    rotate them and share the rotation of x (`shares_form`)."""
+    if isinstance(x, Tensor):
+        x = rotate_activations(x, layouts[0])
     sizes = [layout.n for layout in layouts]
-    y = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
-    _launch(
-        [rotate_activations(x, layouts[0])] * len(layouts), layouts, configs, y.split(sizes, 1), finish=True
-    )
+    y = torch.empty(x.num_tokens, sum(sizes), dtype=dtype, device=x.values.device)
+    _launch([x] * len(layouts), layouts, configs, y.split(sizes, 1), finish=True)
     return y
 
 

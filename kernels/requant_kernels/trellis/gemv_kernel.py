@@ -22,7 +22,6 @@ are loaded before those of this one are multiplied, those of the first step befo
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
@@ -32,7 +31,7 @@ from requant_kernels.common.slots import slot_of
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, prepare, rotate_token
+from requant_kernels.trellis.fused_hadamard import Token, fused_hadamard, load_factors, prepare, rotate_token
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.gemv_ptx import (
     LOAD_SCALES,
@@ -195,7 +194,7 @@ def multiply_tiles(
         held = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED), prepare(lane, warp, FUSED)
         if WAIT:
             held = wait_with(held[0], held[1], PDL, EARLY_TRIGGER)
-        smem, scale, total = rotate_token(x_ptr, held[0], held[1], lane, warp, stride_x, FUSED)
+        smem, scale, total = rotate_token(x_ptr, scales_ptr, held[0], held[1], lane, warp, stride_x, FUSED)
         factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
     elif WAIT:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)
@@ -266,7 +265,8 @@ def trellis_gemv_kernel(
 
     x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 4]` scales and sums; or float16
     `[M, stride_x]` without scales; or, with FUSED, the single unrotated token of `stride_x` columns, which every CTA
-    rotates. With SLOTS the grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
+    rotates, and combines before if it is split attention: then the scales are the logarithms of the parts. With SLOTS the
+    grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
     """
     if SLOTS is not None:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
@@ -288,9 +288,9 @@ def trellis_gemv_kernel(
 @cache
 def gemv_constants(
     code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
-    fused_dtype: tuple[int, torch.dtype] | None = None, *, high_bytes: bool = False, given_memory: bool = False,
+    token: Token | None = None, *, high_bytes: bool = False, given_memory: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type, if the rotation is fused. `high_bytes`: low
+    """SHAPE, PTX and FUSED of the kernel. `token`: what every CTA rotates, if it is not rotated yet. `high_bytes`: low
     ones are not read. `given_memory`: the cross-warp reduction takes the address of its shared memory.
 
     Raises ValueError if the launch config does not divide the matrix.
@@ -318,11 +318,9 @@ def gemv_constants(
         activation_bytes=activation_bytes, accumulators=accumulators, results=results,
         output_scale=CODES[code].scale, byte_sum_mean=CODES[code].byte_sum_mean,
     )  # fmt: skip
-    fused = (
-        fused_hadamard(*fused_dtype, pair=CODES[code].weights_per_hash == 2, row_tiles=config.tiles_per_cta)
-        if fused_dtype
-        else None
-    )
+    fused = None
+    if token is not None:
+        fused = fused_hadamard(token, pair=CODES[code].weights_per_hash == 2, row_tiles=config.tiles_per_cta)
     sum_warps = None
     if 128 * config.num_warps * results <= MAX_SUM_BYTES:
         sum_warps = cross_warp_sum_ptx(

@@ -1,6 +1,7 @@
 """The input and output of a trellis product, for callers that fuse its rotations with other operations.
 
     rotated activations     H (input_scales * x), in the form that the product's kernel reads
+    split attention         one token, not rotated yet, whose parts the product combines
     product                 V times that, float32 or (cuBLAS) float16, not rotated yet
     y                       output_scales * H product + bias
 
@@ -59,14 +60,28 @@ class RotatedActivations:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SplitAttention:
+    """One token's attention over parts of the positions, by which it is still to be combined (`step/attention.py`):
+    y [h d] = sum_i 2^z_i o_i / sum_i 2^z_i of o [h, parts, d] in the type of activations and z float32 [h, parts]."""
+
+    values: Tensor
+    logarithms: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
     """A product not rotated yet, of any float type: [m, n], or split-K partial sums [splits, m, n], to be multiplied by
     `sums_scale`; n is a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one
-    stride."""
+    stride. is_all: it is added to nothing, for it is the embedding of the residual stream."""
 
     values: Tensor
     output_scales: Tensor  # float16 [n]
     bias: Tensor | None
+    is_all: bool = False
 
     def part(self, rows: slice) -> "Product":
         """The product of one of several joined matrices."""

@@ -4,7 +4,8 @@ logits of transformers' step with every matrix multiplied by the reference."""
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
@@ -18,10 +19,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from requant.inference.fused_prefill import read_prompts
-from requant.inference.fused_step import PlainBlock, fused_steps
-from requant.inference.kernel_layers import FusedLinear, KernelLinear, Sibling
+from requant.inference.fused_step import FusedStep, PlainBlock, fused_steps
+from requant.inference.kernel_layers import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.inference.static_cache import static_cache
+from requant.inference.step_inputs import step_inputs
 from requant.inference.trellis_block import TrellisBlock
+from requant.inference.trellis_ends import TrellisInputs
 from requant.models.targets import SIBLINGS
 from requant.text.kv_cache import with_cache
 
@@ -140,6 +143,43 @@ def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: 
     assert isinstance(plain.blocks[0], PlainBlock)
 
 
+@torch.no_grad()
+def check_ends() -> None:
+    """Embedding and head in bands of codes: a step gives the logits of the same blocks between the modules themselves."""
+    model = random_model("llama", {})
+    embedding, head = (in_bands(model.lm_head.out_features, 128) for _ in range(2))
+    plain = SimpleNamespace(padding_idx=None, dtype=torch.float16, scale=None, _parameters={})
+    model.set_input_embeddings(KernelEmbedding(embedding, cast(Any, plain), tied=False))
+    model.set_output_embeddings(head)
+    cache = static_cache(model, 100)
+    assert cache is not None
+    model(torch.randint(0, 60, (2, 9)), **with_cache(model, cache))
+    cache.add(9)
+    tokens = torch.tensor([[3], [45]])  # of either band
+    ops.dispatch, ops.dispatch_group = on_the_gemv, in_one_launch
+    step, _ = fused_steps(model, 2, 100)
+    assert isinstance(step.inputs, TrellisInputs) and step.head is not None
+    logits, keys = step(tokens, cache), [layer.keys.clone() for layer in cache.layers]
+    wanted = FusedStep(model, step_inputs(model, 100), step.blocks)(tokens, cache)
+    error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error < 2e-3, f"logits are off by {error:.1e}"
+    for got, layer in zip(keys, cache.layers, strict=True):
+        assert layer.keys is not None
+        assert ((got - layer.keys).float().norm() / layer.keys.float().norm()).item() < 2e-3
+
+
+def in_bands(n: int, k: int) -> BandedLinear:
+    """Two bands of other widths, whose outputs are not rotated."""
+    signs, bands = torch.randn(k).sign().half(), []
+    for bits in (5, 4):
+        codes, _, scales = random_trellis(n // 2, k, bits, "cpu")
+        scales = scales / scales.abs().max() * k**-0.5
+        bands.append(
+            KernelLinear(pack_trellis(codes, signs, scales, bits=bits, code="mul1", rotates_output=False))
+        )
+    return BandedLinear(bands)
+
+
 # architecture -> sequences, tokens of a prompt, bits where they are not the model's, products of a block
 CASES = {
     "qwen2": ("qwen2", 1, 2, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4),
@@ -151,7 +191,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     emulate_trellis.emulate_in_models()
-    check(*CASES[sys.argv[1]])
+    if sys.argv[1] == "ends":
+        check_ends()
+    else:
+        check(*CASES[sys.argv[1]])
 
 
 if __name__ == "__main__":

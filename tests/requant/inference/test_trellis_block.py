@@ -1,9 +1,11 @@
 """Fused steps of trellis codes: with their rotations the logits are those of the model."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from requant_kernels import pack_trellis
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,10 +14,11 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.trellis import Trellis
 from requant.inference.convert import convert_to_kernels
 from requant.inference.decode import Decoder
+from requant.inference.kernel_layers import BandedLinear, KernelEmbedding, KernelLinear
 from requant.inference.quant_linear import QuantLinear
 
 
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen2", "ends", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
     interpreted("emulate_trellis_block.py", kind)
 
@@ -136,3 +139,38 @@ def test_captured_steps_give_the_same_logits(
             assert ((got - other).norm() / other.norm()).item() < limit
         for decoder in (fused, apart):
             decoder.tokens.copy_(plain.tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 16])
+def test_steps_between_an_embedding_and_a_head_in_bands(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one sequence o combines the parts of the attention itself."""
+    monkeypatch.setattr("requant.inference.kernel_check.TOKENS", (batch,))
+    model = random_trellises("llama", "mul1")
+    embedding, head = in_bands(4096), in_bands(4096)
+    plain = SimpleNamespace(padding_idx=None, dtype=torch.bfloat16, scale=None, _parameters={})
+    model.set_input_embeddings(KernelEmbedding(embedding, cast(Any, plain), tied=False))
+    model.set_output_embeddings(head)
+    tokens = torch.randint(0, 256, (batch, 300), device="cuda")
+    fused, plain = (Decoder(model, length=400, fused=fused) for fused in (True, False))
+    for decoder in (fused, plain):
+        decoder.prefill(tokens)
+        decoder.tokens.copy_(fused.tokens)
+    for _ in range(4):
+        wanted, got = plain.step(), fused.step()
+        assert fused.fused is not None and type(fused.fused.inputs).__name__ == "TrellisInputs"
+        assert fused.fused.head is not None and fused.fused.blocks[0].splits == (batch == 1)
+        assert ((got - wanted).norm() / wanted.norm()).item() < 5e-2
+        fused.tokens.copy_(plain.tokens)
+
+
+def in_bands(k: int) -> BandedLinear:
+    """Two bands of 128 rows, of other widths, on a GPU."""
+    signs, bands = random_signs(k, seed=3).half().cuda(), []
+    for bits in (5, 4):
+        codes = torch.randint(0, 1 << bits, (128, k), dtype=torch.uint8, device="cuda")
+        scales = torch.full((128,), k**-0.5, dtype=torch.float16, device="cuda")
+        bands.append(
+            KernelLinear(pack_trellis(codes, signs, scales, bits=bits, code="mul1", rotates_output=False))
+        )
+    return BandedLinear(bands)

@@ -1,0 +1,87 @@
+"""The ends of a fused step whose embedding and head are bands of trellis codes (`formats/bands.py`).
+
+    x = rows of the embedding, with RoPE's cosines and sines      1 launch, whose rows the first norm rotates back
+    y = rotated norm(x += finished product of the last block)     1
+    logits = bands of the head, of y                              1
+
+By the modules themselves it takes three launches more: to rotate rows back, to read the angles, and to rotate y.
+"""
+
+from typing import Any, cast
+
+from jaxtyping import Float, Int64
+from requant_kernels.ops import bands_form, multiply_rotated_bands
+from requant_kernels.step.rotated_norm import rotated_norm
+from requant_kernels.step.rotated_norm import supports as norm_supports
+from requant_kernels.trellis.layout import TILE, TrellisLayout
+from requant_kernels.trellis.lookup import start_of_step
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
+from torch import Tensor
+
+from requant.inference.kernel_layers import BandedLinear, KernelEmbedding
+from requant.inference.step_inputs import StepInputs, angles_of, has_fixed_angles, has_hooks
+
+
+class TrellisInputs:
+    """Inputs of a step from an embedding in codes and fixed angles. x is not written: the product is all of it."""
+
+    def __init__(self, model: Any, bands: list[TrellisLayout], length: int) -> None:
+        self.bands, self.width, self.dtype = bands, bands[0].k, model.dtype
+        self.cos, self.sin = angles_of(model, length)
+
+    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> StepInputs:
+        """x, to become the product, cosines, sines, and the product."""
+        row, cos, sin = start_of_step(tokens, self.bands, self.cos, self.sin, position)
+        x = row.values.new_empty(len(tokens), self.width, dtype=self.dtype)
+        return x, cos.expand(len(x), -1), sin.expand(len(x), -1), row
+
+
+class TrellisHead:
+    """The logits of the norm of x + delta, for so many sequences."""
+
+    def __init__(self, head: BandedLinear, bands: list[TrellisLayout], form: ActivationForm) -> None:
+        self.head, self.bands, self.form = head, bands, form
+
+    def __call__(self, x: Float[Tensor, "b d"], delta: Product, norm: Any) -> Float[Tensor, "b v"]:
+        y = rotated_norm(
+            x,
+            delta,
+            norm.weight,
+            norm.variance_epsilon,
+            input_scales=self.bands[0].input_scales,
+            form=self.form,
+        )
+        logits = multiply_rotated_bands(cast(RotatedActivations, y), self.bands, x.dtype)
+        return logits if self.head.bias is None else logits + self.head.bias
+
+
+def trellis_inputs(model: Any, length: int) -> TrellisInputs | None:
+    """The inputs of a model's steps with a cache of `length` tokens; None where the embedding is of another kind."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, KernelEmbedding) or embedding.scale is not None or has_hooks(embedding):
+        return None
+    if not has_fixed_angles(model) or has_hooks(model.base_model.rotary_emb):
+        return None
+    bands = bands_of(embedding.matrix)
+    return None if bands is None else TrellisInputs(model, bands, length)
+
+
+def trellis_head(model: Any, sequences: int) -> TrellisHead | None:
+    """The head of a model's steps of so many sequences; None where it is of another kind."""
+    head = model.get_output_embeddings()
+    bands = None if has_hooks(head) else bands_of(head)
+    form = None if bands is None else bands_form(bands, sequences)
+    return None if form is None else TrellisHead(head, cast("list[TrellisLayout]", bands), form)
+
+
+def bands_of(matrix: Any) -> list[TrellisLayout] | None:
+    """The layouts of bands whose rotation of x is shared, and is one that a norm can do."""
+    if not isinstance(matrix, BandedLinear) or not matrix.rotates_once:
+        return None
+    layouts = matrix.layouts()
+    width = layouts[0].k
+    return (
+        layouts
+        if layouts[0].input_scales is not None and width % TILE == 0 and norm_supports(width)
+        else None
+    )
