@@ -13,6 +13,9 @@ from requant_kernels.step.gated import gated_kernel
 from requant_kernels.step.rms_norm import add_rms_norm_kernel
 from requant_kernels.step.rope_cache import rope_cache_kernel
 from requant_kernels.step.rotated_rope import rotated_rope_kernel
+from requant_kernels.trellis.gemv_group import trellis_gemv_group_kernel
+from requant_kernels.trellis.gemv_kernel import trellis_gemv_kernel
+from requant_kernels.trellis.lookup import trellis_lookup_kernel
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
@@ -91,12 +94,15 @@ def specialized(param: Any) -> bool:
     return not (param.do_not_specialize or param.do_not_specialize_on_alignment)
 
 
-LENGTHS = {  # kernel -> what follows from the lengths of prompts and caches
+LENGTHS = {  # kernel -> what follows from the lengths of prompts and caches, or the number of tokens
     rope_cache_kernel: ("length", "tokens"),
     rotated_rope_kernel: ("length", "tokens"),
     attention.part_kernel: ("parts",),
     attention.combine_kernel: ("length", "parts"),
     embed_kernel: ("length",),
+    trellis_lookup_kernel: ("length",),
+    trellis_gemv_kernel: ("M",),  # so that 9 to 15 tokens have the program of 16, which a model's check runs
+    trellis_gemv_group_kernel: ("M",),
 }
 
 

@@ -62,7 +62,7 @@ def _multiply_part(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["M"])
 def trellis_gemv_group_kernel(
     x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, output_scales_ptrs, rows, tiles, columns, M, hadamard_tiles, stride_x, stride_y,
     PARTS: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,

@@ -254,7 +254,7 @@ def multiply_tiles(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["steps", "last_tile"])
+@triton.jit(do_not_specialize=["steps", "last_tile"], do_not_specialize_on_alignment=["M"])
 def trellis_gemv_kernel(
     x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
     matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
