@@ -24,6 +24,7 @@ import typer
 from requant_kernels import TrellisLayout
 from requant_kernels.common.occupancy import ctas_per_sm
 from requant_kernels.launch_config import Shape, m_bucket
+from requant_kernels.ops import combines_parts
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, launch_of
 from requant_kernels.trellis.layout import TILE
@@ -87,6 +88,8 @@ class ChosenLaunches:
     def applied(self) -> Iterator[None]:
         from requant_kernels.trellis import gemv, gemv_group  # need Triton
 
+        from requant.inference import trellis_block
+
         product, group = gemv.product, gemv_group.gemv_group
 
         def one(x: Any, layout: TrellisLayout, config: TrellisGemvConfig, **options: Any) -> Tensor:
@@ -96,8 +99,19 @@ class ChosenLaunches:
         def several(inputs: Any, layouts: Any, configs: Any) -> list[Tensor]:
             return group(inputs, layouts, self.configs(layouts, configs, inputs[0].num_tokens))
 
-        with mock.patch.object(gemv, "product", one), mock.patch.object(gemv_group, "gemv_group", several):
+        with (
+            mock.patch.object(gemv, "product", one),
+            mock.patch.object(gemv_group, "gemv_group", several),
+            mock.patch.object(trellis_block, "combines_parts", self.combines_parts),
+        ):
             yield
+
+    def combines_parts(self, layout: TrellisLayout) -> bool:
+        """Whether o combines the parts of the attention, by the launch that it has here."""
+        from requant_kernels.trellis import fused_hadamard
+
+        chosen = self.of.get("o")
+        return combines_parts(layout) and (chosen is None or chosen[0] == fused_hadamard.NUM_WARPS)
 
 
 def captured(model: Any, prompts: Tensor) -> Decoder:
