@@ -116,7 +116,8 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
     elif ctas(2) > 2 * num_sms(device):
         four_tiles = two_a_hash and m == 1 and ctas(4) > 3 * num_sms(device)
         four_tiles |= m == 8 and bits > MAX_BITS and k <= 2048
-        launch = (4, 4, 2) if four_tiles else (4, 2, 4 if bits <= 5 else 2)
+        long_steps = bits <= (5 if k > 2048 else 3.5)  # with few columns there are as many of half the length
+        launch = (4, 4, 2) if four_tiles else (4, 2, 4 if long_steps else 2)
         cap = even_cap(ctas(launch[1]), device)
     elif k < 1024 * widest_unit:  # some of 16 warps would have no columns
         launch = (8, 2, 2) if k >= 512 * widest_unit else (4, 2, 4)
