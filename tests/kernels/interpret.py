@@ -211,13 +211,14 @@ def check_attention() -> None:
     for length in (
         60,
         150,
-        attention.split_block(24) * attention.MOST_SPLITS + 40,
-    ):  # one part, one block each, or several
+        attention.split_block(24) * attention.SPLITS[-1] + 40,
+    ):  # of one block, or of several
         k, v = (torch.randn(1, 2, length, 24).half() for _ in range(2))
         for position in (0, 59, length - 1):
             visible = torch.arange(length)[None] <= position
             keys, values = (x.masked_fill(~visible[:, None, :, None], torch.nan) for x in (k, v))
             found = attention.attend_split(q[:1], keys, values, 0.2, position=torch.tensor(position))
+            assert found.values.shape[1] in attention.SPLITS
             weights = torch.softmax(found.logarithms.double() * math.log(2), 1)
             y = (found.values.double() * weights[:, :, None]).sum(1)[None, None]
             error = attention_error(q[:1], k, v, visible, y)

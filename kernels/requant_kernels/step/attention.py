@@ -33,7 +33,7 @@ from requant_kernels.trellis.operands import SplitAttention
 
 BLOCK, WARPS = 32, 4  # positions that are multiplied at a time, warps of a CTA
 SPLIT_BLOCKS, SPLIT_WARPS = (64, 128), 8  # of parts that the next product combines, which should be few
-MOST_SPLITS = 16
+SPLITS = (1, 2, 4, 6, 8, 12, 16)  # numbers of such parts: the product is compiled for each
 STAGES = 3  # blocks in flight, if a part has several
 CTAS_PER_SM = 2
 MOST_PARTS = 128  # more do not fit the registers of the CTA that combines them
@@ -215,9 +215,10 @@ def attend(
 
 
 def attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float, *, position: Tensor) -> SplitAttention:
-    """`attend` of one sequence, q [1, h, 1, d], in at most MOST_SPLITS parts that are still to be combined."""
+    """`attend` of one sequence, q [1, h, 1, d], in one of SPLITS parts that are still to be combined."""
     _, h, _, head_dim = q.shape
-    parts = max(1, min(-(-k.shape[2] // split_block(head_dim)), MOST_SPLITS))
+    blocks = -(-k.shape[2] // split_block(head_dim))
+    parts = next((count for count in SPLITS if count >= blocks), SPLITS[-1])
     found = SplitAttention(
         values=torch.empty(h, parts, head_dim, dtype=q.dtype, device=q.device),
         logarithms=torch.empty(h, parts, dtype=torch.float32, device=q.device),
