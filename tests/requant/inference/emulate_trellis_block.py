@@ -14,6 +14,7 @@ import torch
 from cases import random_trellis
 from requant_kernels import TrellisLayout, dispatch, ops, pack_trellis
 from requant_kernels.registry import TRELLIS_KERNELS, Kernel
+from requant_kernels.trellis.gemv import MIN_HIGH_BYTES_TOKENS
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -130,13 +131,14 @@ def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: 
     logits = read_prompts(model, step.blocks, prompts, scratch, 0)
     ops.dispatch = REFERENCE
     wanted = model(prompts, **with_cache(model, own)).logits[:, -1]
-    assert ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item() < 5e-3, (
+    limit = 2e-2 if batch * length >= MIN_HIGH_BYTES_TOKENS else 5e-3  # activations are rounded to 8 bits
+    assert ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item() < limit, (
         f"{kind}: prompts"
     )
     for layer, other in zip(scratch.layers, own.layers, strict=True):
         for got, want in ((layer.keys, other.keys), (layer.values, other.values)):
             assert got is not None and want is not None
-            assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, (
+            assert ((got - want).float().norm() / want.float().norm()).item() < limit, (
                 f"{kind}: cache of prompts"
             )
     (plain,) = fused_steps(model, batch, 100)
