@@ -178,24 +178,6 @@ def multiply_bands(x: Tensor, layouts: Sequence[TrellisLayout]) -> Tensor | None
     return multiply_bands_cuda(x, layouts, configs, x.dtype)
 
 
-def bands_form(layouts: Sequence[TrellisLayout], num_tokens: int) -> ActivationForm | None:
-    """The form of rotated activations that `multiply_rotated_bands` takes; None if it does not support these."""
-    if dispatch_group(layouts, num_tokens, layouts[0].packed_codes.device) is None:
-        return None
-    return activation_form(layouts[0], num_tokens)
-
-
-def multiply_rotated_bands(
-    x: RotatedActivations, layouts: Sequence[TrellisLayout], dtype: torch.dtype
-) -> Tensor:
-    """`multiply_bands` of activations that are already rotated, y [m, sum of n] in `dtype` (`bands_form`)."""
-    from requant_kernels.trellis.gemv_group import multiply_bands as multiply_bands_cuda  # needs Triton
-
-    configs = dispatch_group(layouts, x.num_tokens, layouts[0].packed_codes.device)
-    assert configs is not None
-    return multiply_bands_cuda(x, layouts, configs, dtype)
-
-
 def lookup(
     tokens: Int[Tensor, "*m"], layout: GridLayout | TrellisLayout, dtype: torch.dtype
 ) -> Float[Tensor, "*m k"]:

@@ -10,11 +10,11 @@
     h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
     down = product of h, which the next block finishes                           1
 
-That is 9 launches for one sequence, 10 or 11 for a few; if each matrix rotates for itself, it takes 21 for one token and 27
-for more. Matrices that read the
-same activations need the same input scales, which is the case for those that `requant quantize` made: their signs follow
-from the recipe's seed. Matrices of equal bits are one matrix for the kernels (`convert.py`); those of different widths, as
-a budget may give them, take one launch up to 16 sequences, and one per width beyond, which overlap.
+That is 9 launches for one sequence, 10 or 11 for more; if each matrix rotates for itself, it takes 21 for one token and 27
+for more. Matrices that read the same activations need the same input scales, which is the case for those that `requant
+quantize` made: their signs follow from the recipe's seed. Matrices of equal bits are one matrix for the kernels
+(`convert.py`); those of different widths, as a budget may give them, take one launch up to 16 sequences, and one per width
+beyond, which overlap.
 """
 
 from collections.abc import Sequence

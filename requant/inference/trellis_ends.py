@@ -10,12 +10,15 @@ By the modules themselves it takes three launches more: to rotate rows back, to 
 from typing import Any, cast
 
 from jaxtyping import Float, Int64
-from requant_kernels.ops import bands_form, multiply_rotated_bands
+from requant_kernels.dispatch import dispatch_group
 from requant_kernels.step.rotated_norm import rotated_norm
 from requant_kernels.step.rotated_norm import supports as norm_supports
+from requant_kernels.trellis.gemv import activation_form
+from requant_kernels.trellis.gemv_group import multiply_bands
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.lookup import start_of_step
-from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
+from requant_kernels.trellis.operands import Product, RotatedActivations
 from torch import Tensor
 
 from requant.inference.kernel_layers import BandedLinear, KernelEmbedding
@@ -39,19 +42,17 @@ class TrellisInputs:
 class TrellisHead:
     """The logits of the norm of x + delta, for so many sequences."""
 
-    def __init__(self, head: BandedLinear, bands: list[TrellisLayout], form: ActivationForm) -> None:
-        self.head, self.bands, self.form = head, bands, form
+    def __init__(
+        self, head: BandedLinear, bands: list[TrellisLayout], launches: list[TrellisGemvConfig]
+    ) -> None:
+        self.head, self.bands, self.launches = head, bands, launches
+        self.form, self.input_scales = activation_form(bands[0]), bands[0].input_scales
 
     def __call__(self, x: Float[Tensor, "b d"], delta: Product, norm: Any) -> Float[Tensor, "b v"]:
         y = rotated_norm(
-            x,
-            delta,
-            norm.weight,
-            norm.variance_epsilon,
-            input_scales=self.bands[0].input_scales,
-            form=self.form,
+            x, delta, norm.weight, norm.variance_epsilon, input_scales=self.input_scales, form=self.form
         )
-        logits = multiply_rotated_bands(cast(RotatedActivations, y), self.bands, x.dtype)
+        logits = multiply_bands(cast(RotatedActivations, y), self.bands, self.launches, x.dtype)
         return logits if self.head.bias is None else logits + self.head.bias
 
 
@@ -70,8 +71,10 @@ def trellis_head(model: Any, sequences: int) -> TrellisHead | None:
     """The head of a model's steps of so many sequences; None where it is of another kind."""
     head = model.get_output_embeddings()
     bands = None if has_hooks(head) else bands_of(head)
-    form = None if bands is None else bands_form(bands, sequences)
-    return None if form is None else TrellisHead(head, cast("list[TrellisLayout]", bands), form)
+    if bands is None:
+        return None
+    launches = dispatch_group(bands, sequences, bands[0].packed_codes.device)
+    return None if launches is None else TrellisHead(head, bands, launches)
 
 
 def bands_of(matrix: Any) -> list[TrellisLayout] | None:
@@ -80,8 +83,5 @@ def bands_of(matrix: Any) -> list[TrellisLayout] | None:
         return None
     layouts = matrix.layouts()
     width = layouts[0].k
-    return (
-        layouts
-        if layouts[0].input_scales is not None and width % TILE == 0 and norm_supports(width)
-        else None
-    )
+    fits = layouts[0].input_scales is not None and width % TILE == 0 and norm_supports(width)
+    return layouts if fits else None

@@ -251,7 +251,8 @@ def _attend_parts(
 def split_block(head_dim: int) -> int:
     """Positions that a CTA multiplies at a time, if the next product combines its part with others: of small heads fewer.
     Beyond 128 values more than 64 positions do not fit in registers."""
-    return SPLIT_BLOCKS[64 < head_dim <= 128]
+    small, large = SPLIT_BLOCKS
+    return large if 64 < head_dim <= 128 else small
 
 
 def num_parts(rows: int, length: int, sms: int) -> int:

@@ -19,6 +19,7 @@ from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from requant.inference import trellis_ends
 from requant.inference.fused_prefill import read_prompts
 from requant.inference.fused_step import FusedStep, PlainBlock, fused_steps
 from requant.inference.kernel_layers import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
@@ -159,6 +160,7 @@ def check_ends() -> None:
     cache.add(9)
     tokens = torch.tensor([[3], [45]])  # of either band
     ops.dispatch, ops.dispatch_group = on_the_gemv, in_one_launch
+    trellis_ends.dispatch_group = in_one_launch
     step, _ = fused_steps(model, 2, 100)
     assert isinstance(step.inputs, TrellisInputs) and step.head is not None
     logits, keys = step(tokens, cache), [layer.keys.clone() for layer in cache.layers]
