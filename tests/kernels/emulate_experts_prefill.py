@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from case_selection import ALL, selected
 from cases import random_trellis, relative_error
-from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
+from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import experts_prefill

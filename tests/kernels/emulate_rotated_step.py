@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 from case_selection import selected
-from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
+from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels.fallback import reference
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm

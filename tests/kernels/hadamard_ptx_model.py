@@ -7,7 +7,7 @@ import numpy as np
 
 try:
     from .ptx_model import bfloat16, float_product, permute_bytes, tf32_product
-except ImportError:  # a script of its own, `emulate_trellis.py`
+except ImportError:  # of a script of its own, `emulated_assembly.py`
     from ptx_model import bfloat16, float_product, permute_bytes, tf32_product
 
 SHAPE = (16, 32)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
-import emulate_trellis
+import emulated_assembly
 import torch
 from cases import random_trellis
 from requant_kernels import TrellisLayout, dispatch, ops, pack_trellis
@@ -194,7 +194,7 @@ CASES = {
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    emulate_trellis.emulate_in_models()
+    emulated_assembly.emulate_in_models()
     if sys.argv[1] == "ends":
         check_ends()
     else:

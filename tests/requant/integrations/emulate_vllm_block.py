@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parents[3] / "tests" / folder) for folder in ("kernels", "requant/inference")]
 
-import emulate_trellis
+import emulated_assembly
 import torch
 from cases import random_trellis
 from emulate_trellis_block import REFERENCE, in_one_launch, on_the_gemv
@@ -241,7 +241,7 @@ def check_differs(said: list[str]) -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    emulate_trellis.emulate_in_models()
+    emulated_assembly.emulate_in_models()
     if sys.argv[1] == "joined":
         check((2, 2, 2, 2, 2), (1, 5), bias=False, normed=False)
     else:

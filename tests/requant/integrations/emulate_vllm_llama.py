@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parents[3] / "tests" / folder) for folder in ("kernels", "requant/inference")]
 
-import emulate_trellis
+import emulated_assembly
 import torch
 from emulate_trellis_block import REFERENCE, in_one_launch, on_the_gemv
 from emulate_vllm_block import reference_for_plain_layers
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 def main(path: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    emulate_trellis.emulate_in_models()
+    emulated_assembly.emulate_in_models()
     kernel_check.TOKENS = (2,)
     logging.basicConfig(level=logging.INFO)
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native  # compiled ones are not here
