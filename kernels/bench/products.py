@@ -27,6 +27,7 @@ from requant_kernels.random_layouts import random_layout
 from requant_kernels.trellis import gemv, gemv_group
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, launch_of
 from requant_kernels.trellis.layout import TILE, TrellisLayout
+from requant_kernels.trellis.operands import common_form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,8 @@ def multiply(
 
 def input_of(case: Case, layouts: list[TrellisLayout], tokens: int) -> Any:
     x = torch.randn(tokens, case.k, device="cuda", dtype=torch.float16)
-    return x if case.head else gemv.rotate_activations(x, layouts[0])
+    form = common_form([gemv.activation_form(layout, tokens) for layout in layouts])
+    return x if case.head else gemv.rotate_activations(x, layouts[0], form)
 
 
 def compile_once(case: Case, launch: tuple[int, int, int] | None, tokens: int) -> None:

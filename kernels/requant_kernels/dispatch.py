@@ -12,9 +12,9 @@ device decide, never timing inside a call.
     | 17 .. 512  | gemm_sm90    | Hopper; all except codebooks of more than 4 bits                                   |
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
-    | 1 .. 16    | trellis_gemv | any trellis                                                                        |
+    | 1 .. 16    | trellis_gemv | any trellis; on Hopper up to 8                                                     |
     | 65 .. any, tall matrices 33 | trellis_gemm_int8 | Hopper; up to 3.25 bits, but no head                         |
-    | 17 .. 1024 | trellis_gemm_sm90 | Hopper                                                                        |
+    |  9 .. 1024 | trellis_gemm_sm90 | Hopper                                                                        |
     | any        | trellis_dense | dequantize, then cuBLAS                                                           |
     | any        | torch_fallback, without a GPU                                                                     |
 """
@@ -57,10 +57,10 @@ def dispatch_group(
     return trellis_group([shape_of(layout, num_tokens) for layout in layouts], device)
 
 
-# Numbers of tokens up to which the same kernel multiplies a trellis, and reads rotated activations in the same form: those
-# of `trellis/gemv.py`, float16 of all, float16 of matrices that are not tall, half sums (`pair`), `trellis/gemm_sm90.py`. A
-# test asks all kernels.
-TRELLIS_BOUNDS = (16, 32, 64, 128, 1024)
+# Numbers of tokens up to which the same kernel multiplies a trellis, and reads rotated activations in the same form: exact
+# bytes, those of `trellis/gemv.py`, float16 of all, float16 of matrices that are not tall, half sums (`pair`),
+# `trellis/gemm_sm90.py`. A test asks all kernels.
+TRELLIS_BOUNDS = (4, 8, 16, 32, 64, 128, 1024)
 _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
 
 

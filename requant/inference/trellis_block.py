@@ -13,8 +13,8 @@
 That is 9 launches for one sequence, 10 or 11 for more; if each matrix rotates for itself, it takes 21 for one token and 27
 for more. Matrices that read the same activations need the same input scales, which is the case for those that `requant
 quantize` made: their signs follow from the recipe's seed. Matrices of equal bits are one matrix for the kernels
-(`convert.py`); those of different widths, as a budget may give them, take one launch up to 16 sequences, and one per width
-beyond, which overlap.
+(`convert.py`); those of different widths, as a budget may give them, take one launch up to eight sequences (16 on GPUs
+before Hopper), and one per width beyond, which overlap.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from requant_kernels.trellis.operands import (
     Product,
     RotatedActivations,
     SplitAttention,
+    common_form,
     shares_form,
 )
 from torch import Tensor, nn
@@ -106,9 +107,10 @@ class Readers:
     def __init__(self, layers: "Sequence[KernelLinear | Sibling]", sequences: int) -> None:
         self.parts = [part_of(layer) for layer in layers]
         self.matrices = list(dict.fromkeys(matrix for matrix, _ in self.parts))
-        layout = layout_of(self.matrices[0])
-        self.form = cast(ActivationForm, activation_form(layout, sequences))
-        self.input_scales = cast(Tensor, layout.input_scales)
+        layouts = [layout_of(matrix) for matrix in self.matrices]
+        forms = [activation_form(layout, sequences) for layout in layouts]
+        self.form = common_form(cast("list[ActivationForm]", forms))
+        self.input_scales = cast(Tensor, layouts[0].input_scales)
 
     def normalized(self, x: Float[Tensor, "b d"], delta: Product | None, norm: Any) -> RotatedActivations:
         """The norm of x + delta, which x becomes, rotated."""

@@ -18,7 +18,7 @@ from requant_kernels.trellis.gemv_group import multiply_bands
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.lookup import start_of_step
-from requant_kernels.trellis.operands import Product, RotatedActivations
+from requant_kernels.trellis.operands import Product, RotatedActivations, common_form
 from torch import Tensor
 
 from requant.inference.kernel_layers import BandedLinear, KernelEmbedding
@@ -43,10 +43,15 @@ class TrellisHead:
     """The logits of the norm of x + delta, for so many sequences."""
 
     def __init__(
-        self, head: BandedLinear, bands: list[TrellisLayout], launches: list[TrellisGemvConfig]
+        self,
+        head: BandedLinear,
+        bands: list[TrellisLayout],
+        launches: list[TrellisGemvConfig],
+        sequences: int,
     ) -> None:
         self.head, self.bands, self.launches = head, bands, launches
-        self.form, self.input_scales = activation_form(bands[0]), bands[0].input_scales
+        self.form = common_form([activation_form(layout, sequences) for layout in bands])
+        self.input_scales = bands[0].input_scales
 
     def __call__(self, x: Float[Tensor, "b d"], delta: Product, norm: Any) -> Float[Tensor, "b v"]:
         y = rotated_norm(
@@ -74,7 +79,7 @@ def trellis_head(model: Any, sequences: int) -> TrellisHead | None:
     if bands is None:
         return None
     launches = dispatch_group(bands, sequences, bands[0].packed_codes.device)
-    return None if launches is None else TrellisHead(head, bands, launches)
+    return None if launches is None else TrellisHead(head, bands, launches, sequences)
 
 
 def bands_of(matrix: Any) -> list[TrellisLayout] | None:

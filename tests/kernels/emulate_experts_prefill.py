@@ -25,7 +25,7 @@ from requant_kernels.experts.stack import stack_experts
 from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_sm90
-from requant_kernels.trellis.gemm_sm90_launch import cta_of
+from requant_kernels.trellis.gemm_sm90_launch import group_cta
 from requant_kernels.trellis.operands import sums_scale
 from triton.runtime.interpreter import TensorHandle
 
@@ -189,7 +189,7 @@ def check_ends() -> None:
     ((layout, of_stack),) = stack.by_bits.values()
     ALLOCATED.append(layout.packed_codes)
     rotated = gemm_sm90.rotated_activations(torch.randn(rows, 64).half(), layout).values
-    config = dataclasses.replace(cta_of(2, 32), num_warps=2)
+    config = dataclasses.replace(group_cta(2, 32), num_warps=2)
     out = torch.full((2, rows, 32), torch.inf)
     groups = torch.tensor([[2, 17, 40], [-1, 0, 0]], dtype=torch.int32)
     gemm_sm90.group_product(rotated, layout, out, groups, of_stack, config)

@@ -74,8 +74,9 @@ def check_activations(found: RotatedActivations, form: ActivationForm, wanted: T
 def form_of(kind: str, width: int) -> ActivationForm:
     if kind in ("int8", "pair"):
         return ActivationForm(columns=-(-width // 4096) * 4096, int8=True, pair=kind == "pair")
+    unit = 4096 if kind == "wide" else 64
     return ActivationForm(
-        columns=-(-width // 64) * 64, pair=kind == "sums", permute=kind in ("permuted", "sums")
+        columns=-(-width // unit) * unit, pair=kind == "sums", permute=kind in ("permuted", "sums")
     )
 
 
@@ -85,6 +86,7 @@ NORMS = [  # width, tokens, form, split-K sums, a bias, the first of a model
     (768, 2, "pair", 1, True, False),
     (2048, 1, "int8", 1, False, True),
     (8192, 1, "int8", 1, False, False),  # a block of two tiles
+    (5120, 1, "wide", 1, False, False),  # with zeros to the end of a tile
     (512, 1, "plain", 1, False, False),
     (176, 1, "permuted", 3, False, False),
     (768, 1, "permuted", 0, True, False),
@@ -118,6 +120,7 @@ GATES = [  # width, tokens, form, split-K sums, activation
     (6144, 1, "int8", 1, "silu"),  # blocks of 2048, the second tile not full
     (48, 1, "float16", 1, "silu"),
     (1408, 2, "permuted", 2, "gelu_tanh"),
+    (6144, 1, "wide", 1, "silu"),
     (8192, 1, "int8", 1, "silu"),
     (768, 2, "sums", 0, "silu"),
 ]

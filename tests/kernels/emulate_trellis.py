@@ -90,11 +90,12 @@ def check_unrotated() -> None:
 
 
 def activations_of(x: torch.Tensor, layout: TrellisLayout) -> RotatedActivations:
-    """x as the product reads it; for `3inst`, whose form is float16, it is not rotated here."""
-    if layout.code != "3inst":
-        return rotate_activations(x, layout, asm=False)
-    columns = activation_form(layout).columns
-    return RotatedActivations(values=torch.nn.functional.pad(x, (0, columns - layout.k)), scales=None)
+    """x as the product reads it; float16 is not rotated here."""
+    form = activation_form(layout, x.shape[0])
+    if form.int8:
+        return rotate_activations(x, layout, form, asm=False)
+    padding = (0, form.columns - layout.k)
+    return RotatedActivations(values=torch.nn.functional.pad(x, padding), scales=None)
 
 
 GROUPS = [  # columns, tokens, warps, and of each matrix: code, bits, rows, row tiles of a CTA, units a step
@@ -224,8 +225,8 @@ def main() -> None:
         given = activations_of(x, layout)
         ALLOCATED.append(given.values)
         got = launch_gemv(given, layout, config)
-        high_bytes = gemv.reads_high_bytes(layout, m)
-        if code == "3inst":
+        high_bytes = m > 4 and given.scales is not None
+        if given.scales is None:
             rotated = given.values[:, :padded].double()
         elif high_bytes:
             rotated = multiplied_values(given, code, high_bytes=True)[:, :padded]

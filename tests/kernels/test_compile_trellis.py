@@ -52,13 +52,21 @@ def test_trellis_instructions_a_weight(
 @counts_instructions
 @pytest.mark.parametrize(("code", "bits"), [("mul1", 3), pytest.param("pair", 2, marks=pytest.mark.slow)])
 def test_high_bytes_alone_take_the_mmas_of_one_token(code: str, bits: float) -> None:
-    one, whole, high = (
-        trellis_machine(code, bits, tokens=tokens, high_bytes=high)
-        for tokens, high in ((1, False), (8, False), (8, True))
-    )
-    assert high.stack == 0
-    assert high.opcodes["IMMA"] == one.opcodes["IMMA"] == whole.opcodes["IMMA"] / 2
-    assert high.inner < 1.05 * one.inner < whole.inner
+    one, eight = (trellis_machine(code, bits, tokens=tokens) for tokens in (1, 8))
+    assert eight.stack == 0
+    assert eight.opcodes["IMMA"] == one.opcodes["IMMA"]
+    assert eight.inner < 1.05 * one.inner
+
+
+@counts_instructions
+@pytest.mark.parametrize("tokens", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_float16_takes_few_mmas(tokens: int) -> None:
+    """One for eight weights a lane and eight tokens, and one for the offset of all row tiles."""
+    machine = trellis_machine("mul1", 4, launch=(4, 2, 2), tokens=tokens, k=4096, int8=False)
+    assert machine.stack == 0 and "IMMA" not in machine.opcodes
+    weights = 2 * 2 * 32  # a lane and step
+    assert machine.opcodes["HMMA"] == (weights / 8 + weights / 16) * (tokens // 8)
+    assert machine.inner / weights < (4.3 if tokens == 8 else 4.7)
 
 
 @counts_instructions

@@ -15,6 +15,7 @@ from requant_kernels.trellis import gemv_launch  # noqa: E402
 from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
+from requant_kernels.trellis.rounding import is_coarse  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 from .trellis_machines import Parts, trellis_machine  # noqa: E402
@@ -29,14 +30,15 @@ def group_machine(
     finish: str | None = None,
 ) -> Machine:
     """Matrices in one launch; `columns` as `k` of `trellis_machine`. `finish`: the type of finished outputs."""
-    kinds = []
+    kinds: list[Any] = []
+    int8 = tokens <= 4 or (finish is None and all(is_coarse(code, bits) for code, bits in parts))
     for (code, bits), config in zip(parts, configs, strict=True):
         quad_bits = round(4 * bits)
         k64_count = k64_per_unit(quad_bits)
         units = (
             config.num_warps * config.units_per_step if columns is None else -(-columns // (64 * k64_count))
         )
-        kinds.append((code, quad_bits, math.gcd(quad_bits * k64_count // 4, 4), config, units, tokens > 4))
+        kinds.append((code, quad_bits, math.gcd(quad_bits * k64_count // 4, 4), config, units, int8))
     given = group_constants(tuple(kinds), tokens) | {"PDL": True, "EARLY_TRIGGER": False}
     if columns is not None:
         given |= {
@@ -44,7 +46,12 @@ def group_machine(
             for name in ("M", "hadamard_tiles")
             if (tokens if name == "M" else -(-columns // 4096)) == 1
         }
-    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "y_ptrs": f"*{finish or 'fp32'}"}
+    types = {
+        "x_ptrs": "*i8" if int8 else "*fp16",
+        "scales_ptrs": "*fp32",
+        "codes_ptrs": "*i32",
+        "y_ptrs": f"*{finish or 'fp32'}",
+    }
     types |= {"tiles": "i32", "columns": "i32"}
     if finish is None:
         given |= dict.fromkeys(("output_scales_ptrs", "rows", "stride_y"))

@@ -25,6 +25,7 @@ from requant_kernels.trellis import gemv_launch as trellis_gemv_launch
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.layout import k64_per_unit
+from requant_kernels.trellis.operands import common_form
 
 from .cases import Case, random_csr, random_layout, random_trellis
 
@@ -116,9 +117,10 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
                 513: "dense",
             }  # fmt: skip
             assert chosen(four, 17)[0] == (many or "gemm") and chosen(from_memory, 17)[0] == "gemm"
-            names = [chosen(trellis, m)[0] for m in (1, 16, 17, 64, 65, 1025)]
+            names = [chosen(trellis, m)[0] for m in (1, 8, 9, 16, 17, 64, 65, 1025)]
             many = ("trellis_gemm_sm90", "trellis_gemm_int8") if sm90 else ("trellis_dense",) * 2
-            assert names == ["trellis_gemv"] * 2 + [many[0]] * 2 + [many[1]] * 2
+            few = many[0] if sm90 else "trellis_gemv"
+            assert names == ["trellis_gemv"] * 2 + [few] * 2 + [many[0]] * 2 + [many[1]] * 2
             for exact in (
                 replace(trellis, bits=3.5), replace(trellis, rotates_output=False), replace(trellis, input_scales=None),
                 pack_trellis(*random_trellis(32, 16 * 67, 2.25, "cpu"), bits=2.25, code="mul1"),  # 67 blocks of a transform
@@ -136,34 +138,45 @@ def test_int8_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chosen(layout, 100)[0], chosen(layout, 2000)[0]) == ("trellis_gemm_sm90", "trellis_dense")
 
 
-def test_who_reads_high_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From five tokens on, whose bytes no longer fit in the columns of one MMA; where the codes are coarser than 8 bits."""
+def test_who_reads_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to four tokens, whose bytes fit in the columns of one MMA; above, where codes are coarser than 8 bits."""
+
+    def reads_bytes(layout: TrellisLayout) -> list[bool]:
+        return [gemv.activation_form(layout, m).int8 for m in (1, 4, 5, 16)]
+
     coarse = pack_trellis(*random_trellis(32, 256, 3.25, "cpu"), bits=3.25, code="mul1")
-    assert [gemv.reads_high_bytes(coarse, m) for m in (1, 4, 5, 16)] == [False, False, True, True]
+    assert reads_bytes(coarse) == [True] * 4
     for exact in (
         replace(coarse, bits=3.5), replace(coarse, rotates_output=False), replace(coarse, input_scales=None),
         pack_trellis(*random_trellis(32, 16 * 67, 2, "cpu"), bits=2, code="mul1"),
-        pack_trellis(*random_trellis(32, 256, 2, "cpu"), bits=2, code="3inst"),
     ):  # fmt: skip
-        assert not gemv.reads_high_bytes(exact, 8)
+        assert reads_bytes(exact) == [True, True, False, False]
+    other = pack_trellis(*random_trellis(32, 256, 2, "cpu"), bits=2, code="3inst")
+    assert reads_bytes(other) == [False] * 4
     monkeypatch.setenv("REQUANT_INT8_ACTIVATIONS", "0")
-    assert not gemv.reads_high_bytes(coarse, 8)
+    assert reads_bytes(coarse) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("code", ["mul1", "pair"])
 def test_matrices_of_more_bits_read_the_same_activations(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """q, k and v have bits of their own, some multiplied in int8 and some not, and share what a norm wrote."""
+    """q, k and v have bits of their own, some multiplied in int8 and some not, and share what a norm wrote. From five to 16
+    they read what suits all."""
     pretend(monkeypatch, "H100")
     coarse, fine = (
         pack_trellis(*random_trellis(32, 256, bits, "cpu"), bits=bits, code=code) for bits in (2, 3.5)
     )
-    for m in (16, 64, 65, 128, 129, 1024, 1025):
+    for m in (4, 64, 65, 128, 129, 1024, 1025):
         forms = []
         for layout in (coarse, fine):
             name = chosen(layout, m)[0]
             module = module_of(next(k for k in TRELLIS_KERNELS if k.name == name))
             forms.append(module.activation_form(layout, m))
         assert forms[0] == forms[1], m
+    for m in (5, 16):
+        own, other = (gemv.activation_form(layout, m) for layout in (coarse, fine))
+        assert own.int8 and not other.int8
+        assert common_form([own, other]) == common_form([other, own]) == other
+        assert common_form([own, own]) == own
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -341,7 +354,7 @@ def test_a_damaged_or_old_cache_is_said_once_and_not_used(
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_several_trellis_matrices_are_one_launch_to_16_tokens(
+def test_several_trellis_matrices_of_few_tokens_are_one_launch(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     pretend(monkeypatch, name)
@@ -349,9 +362,10 @@ def test_several_trellis_matrices_are_one_launch_to_16_tokens(
         pack_trellis(*random_trellis(n, 256, bits, "cpu"), bits=bits, code="mul1")
         for n, bits in ((48, 2), (16, 2.25))
     ]
-    for tokens in (1, 5, 16):
+    most = 8 if name == "H100" else 16
+    for tokens in (1, 5, most):
         configs = dispatch.dispatch_group(layouts, tokens, CUDA)
         assert configs is not None and len(configs) == 2
         assert dispatch.dispatch_group(layouts[:1], tokens, CUDA) is None
         assert dispatch.dispatch_group(layouts, tokens, torch.device("cpu")) is None
-    assert dispatch.dispatch_group(layouts, 17, CUDA) is None
+    assert dispatch.dispatch_group(layouts, most + 1, CUDA) is None

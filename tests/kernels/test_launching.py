@@ -123,7 +123,7 @@ def every_way() -> None:
         for m in (1, 8):
             config = TrellisGemvConfig(num_warps=16, tiles_per_cta=1, units_per_step=1)
             trellis_gemv.gemv(torch.randn(m, k).half(), layout, None, config)
-            own = trellis_gemv.activation_form(layout).empty(m, torch.device("cpu"))
+            own = trellis_gemv.activation_form(layout, m).empty(m, torch.device("cpu"))
             gemv_group([own, own], [layout, layout], [config, config])
         for split in (1, 2):
             config = GemmSm90Config(split_k=split)

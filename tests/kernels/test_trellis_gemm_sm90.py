@@ -139,7 +139,7 @@ def test_no_launch_of_the_rule_spills_in_int8(code: str, bits: float, whole: boo
         for tokens in (64, 128, 256, 4096):
             config = gemm_int8_launch.trellis_gemm_int8(Shape(code, bits, n, k, tokens), torch.device("cpu"))
             launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
-    assert launches == {launch for launch, _ in gemm_int8_launch.LAUNCHES}
+    assert launches == {launch for launch, _ in gemm_int8_launch.LAUNCHES} - {(64, 4, 2, 0)}  # of finer codes
     for launch in launches:
         for sums in {False, code == "pair" and launch[0] <= 128}:
             machine = multiply_machine(code, bits, launch=launch, whole=whole, sums=sums, int8=True)
@@ -159,7 +159,7 @@ LAUNCHES = sorted(launch for launch, _ in gemm_sm90_launch.LAUNCHES)
 def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> None:
     device, launches = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
-        for width in (32, 64, 128, 256, 512):
+        for width in (16, 32, 64, 128, 256, 512):
             config = gemm_sm90_launch.trellis_gemm_sm90(Shape(code, bits, n, k, width), device)
             launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
             rows = -(-n // 16) * 16
@@ -286,7 +286,7 @@ def test_the_last_round_counts_the_products_before(
 def test_products_that_overlap_share_the_gpu() -> None:
     """q, k and v of an 8B model: with the splits of one matrix of all their rows, where they had eight each."""
     device = torch.device("cpu")
-    shapes = tuple(Shape("mul1", bits, n, 4096, 64) for bits, n in ((2.75, 4096), (3, 1024), (3.5, 1024)))
+    shapes = tuple(Shape("mul1", bits, n, 4096, 64) for bits, n in ((2.75, 4096), (3, 1024), (3.25, 1024)))
     configs = tuple(gemm_sm90_launch.trellis_gemm_sm90(shape, device) for shape in shapes)
     assert {config.split_k for config in configs} == {8}
     assert {config.split_k for config in gemm_sm90_launch.overlapping_configs(shapes, configs, device)} == {6}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, lookup, pack_trellis
-from requant_kernels.dispatch import dispatch, dispatch_group
+from requant_kernels.dispatch import dispatch, shape_of
 from requant_kernels.fallback import reference
 from requant_kernels.ops import lookup_bands, multiply_bands
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.gemv import can_fuse
 from requant_kernels.trellis.gemv_group import gemv_group
-from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, trellis_group
 from torch import Tensor
 
 from .cases import random_csr, random_trellis, relative_error
@@ -43,7 +43,7 @@ def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     y = linear(x, layout, bias)
     rows = torch.arange(0, n, max(1, n // 128), device="cuda")
-    limit = 1.1e-2 if gemv.reads_high_bytes(layout, m) else TF32 if m == 1 else 6e-4
+    limit = 1.1e-2 if m > 4 and gemv.activation_form(layout, m).int8 else TF32 if m == 1 else 6e-4
     assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < limit
     for _ in range(20):
         assert torch.equal(y, linear(x, layout, bias))
@@ -61,13 +61,15 @@ def test_matrices_in_one_launch_give_what_each_gives(
 ) -> None:
     torch.manual_seed(0)
     layouts = [packed(code, n, 4096, bits=bits) for code, bits, n in parts]
-    inputs = [gemv.activation_form(layout).empty(m, torch.device("cuda")) for layout in layouts]
+    inputs = [gemv.activation_form(layout, m).empty(m, torch.device("cuda")) for layout in layouts]
+    assert any(own.scales is None for own in inputs) == (m > 4 and parts[-1][1] > 3.25)
     for own in inputs:
-        assert own.scales is not None
-        own.values.random_(-128, 128)
-        own.scales.normal_()
-    configs = dispatch_group(layouts, m, torch.device("cuda"))
-    assert configs is not None
+        if own.scales is None:
+            own.values.normal_()
+        else:
+            own.values.random_(-128, 128)
+            own.scales.normal_()
+    configs = trellis_group([shape_of(layout, m) for layout in layouts], torch.device("cuda"))
     together = gemv_group(inputs, layouts, configs)
     for own, layout, config, got in zip(inputs, layouts, configs, together, strict=True):
         assert torch.equal(got, gemv.product(own, layout, config))
@@ -85,7 +87,7 @@ def test_joined_matrices_are_rotated_one_by_one(parts: tuple[int, ...], m: int) 
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
     rows = torch.arange(0, n, max(1, n // 300), device="cuda")
     int8 = dispatch(layout, m, x.device)[0].name == "trellis_gemm_int8"
-    limit = 1.4e-2 if int8 or (m <= 16 and gemv.reads_high_bytes(layout, m)) else 2e-3
+    limit = 1.4e-2 if int8 or (4 < m <= 16 and gemv.activation_form(layout, m).int8) else 2e-3
     assert relative_error(linear(x, layout, bias)[:, rows], want_of(x, layout, bias, rows)) < limit
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from requant_kernels.common.device import H200_SMS
+from requant_kernels.hadamard import transform
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import Shape
 from requant_kernels.trellis import gemv_launch
@@ -76,3 +77,18 @@ def test_steps_of_the_rule_are_parts_of_a_section() -> None:
             for k in (512, 2048, 4096, 8192, 14336):
                 found = gemv_launch.trellis_one_token(Shape("mul1", four / 4, n, k, 1), torch.device("cpu"))
                 assert HADAMARD_TILE % (64 * k64_per_unit(four) * found.num_warps * found.units_per_step) == 0
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(9, 4), (16, 1), (40, 2)])
+def test_split_sums_of_few_tokens_are_added(
+    tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel that adds splits: another takes the first dimension for the tokens."""
+    given: list[Any] = []
+    monkeypatch.setattr(transform, "transform_batched", lambda *args, **_: given.append(args))
+    sums, y = torch.zeros(splits, tokens, 256).half(), torch.zeros(tokens, 256).half()
+    scales = torch.ones(256).half()
+    transform.hadamard_transform(
+        sums, y, in_width=256, columns=256, out_width=256, output_scales=scales, asm=True, pdl=False
+    )
+    assert len(given) == 1 and given[0][0] is sums

@@ -5,6 +5,7 @@ import math
 import torch
 from requant_kernels.common.slots import Slots
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.fused_hadamard import Token
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
@@ -20,11 +21,11 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
     k: int | None = None, fused: bool = False, finished: bool = False,
-    high_bytes: bool = False, slots: Slots | None = None, parts: int = 0,
+    int8: bool | None = None, slots: Slots | None = None, parts: int = 0,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
     `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts. `parts`: of
-    the attention that a fused rotation combines."""
+    the attention that a fused rotation combines. `int8`: the activations are bytes; None: if the codes are byte sums."""
     quad_bits = round(4 * bits)
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
@@ -40,7 +41,9 @@ def trellis_machine(
     token = None
     if fused and k is not None:
         token = Token(block_size=k & -k, dtype=torch.float16, parts=parts, head_dim=128 if parts else 0)
-    given = gemv_constants(code, quad_bits, vector, config, tokens, units, token, high_bytes=high_bytes) | {
+    if int8 is None:
+        int8 = CODES[code].byte_sums
+    given = gemv_constants(code, quad_bits, vector, config, tokens, units, token, int8=int8) | {
         "PDL": capability >= 90,
         "EARLY_TRIGGER": False,
         "SLOTS": slots,

@@ -26,7 +26,7 @@ from requant_kernels.experts.route import Route, gathered, route
 from requant_kernels.experts.scale import combine, gate
 from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.trellis.gemm_sm90_launch import cta_of, trellis_groups
+from requant_kernels.trellis.gemm_sm90_launch import group_cta, trellis_groups
 from requant_kernels.trellis.layout import TILE
 
 MAX_BYTES = 1 << 30  # of activations that a pass holds at once; for Qwen3-30B-A3B those of 9 k tokens
@@ -105,7 +105,7 @@ def product(
     slots, rows = len(rotated), -(-stack.n // TILE) * TILE
     z = torch.empty(stack.parts, slots, rows, dtype=product_type, device=rotated.device)
     for layout, matrices in stack.by_bits.values():
-        config = cta_of(layout.bits, tokens_per_cta)
+        config = group_cta(layout.bits, tokens_per_cta)
         group_product(rotated, layout, z, where.groups, matrices, config)
     total = stack.parts * slots
     y = torch.empty(total, stack.n, dtype=outputs_in(dtype), device=z.device)

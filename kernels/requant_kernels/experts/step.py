@@ -57,7 +57,7 @@ def product(x: Tensor, stack: ExpertStack, experts: Tensor, *, per_token: int, a
     fused = all(
         gemv.can_fuse(x, layout, configs[bits], slots=total) for bits, (layout, _) in stack.by_bits.items()
     )
-    rotated = x if fused else gemv.rotate_activations(x, first, asm=asm)
+    rotated = x if fused else gemv.rotate_activations(x, first, gemv.activation_form(first, 1), asm=asm)
     z = torch.empty(total, rows, dtype=torch.float32, device=x.device)
     slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
     for bits, (layout, matrices) in stack.by_bits.items():

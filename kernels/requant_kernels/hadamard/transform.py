@@ -64,7 +64,7 @@ def hadamard_transform(
     }  # fmt: skip
     # unscaled 16-bit products give the tile kernel no load that would fix its register layout
     bare = x.element_size() == 2 and input_scales is None and output_scales is None
-    if scales is None and (permute or bare or x.shape[-2] > FEW_TOKENS):
+    if scales is None and (permute or bare or x.dim() == 3 or x.shape[-2] > FEW_TOKENS):
         transform_batched(x, y, pair=pair, permute=permute, **common)
     else:
         transform_tiles(x, y, scales, pair=pair, **common)

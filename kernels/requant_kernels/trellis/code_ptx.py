@@ -160,7 +160,7 @@ class WeightDecoder(SegmentDecoder):
 
     def pair(self, index: int) -> str:
         """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs per row. Byte sums are added to the bit pattern of
-        1024, which gives the float16 number 1024 + sum: 1534 more than the sum minus its mean of 510."""
+        1024, which gives the float16 number 1024 + sum: BYTE_SUM_OFFSET more than the sum minus its mean of 510."""
         new = self.ptx.new
         if not self.code.byte_sums:
             first, second = (
@@ -203,6 +203,7 @@ class WeightDecoder(SegmentDecoder):
         return new("sums", f"sub.rn.f16x2 {{d}}, {second}, {first};")
 
 
+BYTE_SUM_OFFSET = 0x65FE  # 1534 in float16, which `WeightDecoder.pair` leaves in byte sums
 # (half sums, second of two weights a hash) -> signedness of the factors of the four bytes, the factors, the mean of the sum.
 # The factors are 63 and 127, not 64 and 128: these would leave two bits (one) beyond the integer, and ties, all rounded one
 # way, would be a bias, the same in all rows, which the last transform gathers in one output of every block.

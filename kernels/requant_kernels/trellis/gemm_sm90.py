@@ -1,4 +1,4 @@
-"""The trellis GEMM for Hopper, 17 to 1024 tokens, in Gluon: decoding overlaps with the wgmma of the previous weights.
+"""The trellis GEMM for Hopper, 9 to 1024 tokens, in Gluon: decoding overlaps with the wgmma of the previous weights.
 
     y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`; or both int8 (`gemm_int8.py`)
 

@@ -9,27 +9,24 @@ import torch
 from requant_kernels.common.device import num_sms
 from requant_kernels.launch_config import ROWS, Launch, Shape, tiles_of
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config, configs, makes_sense
+from requant_kernels.trellis.rounding import MAX_BITS
 
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
-    """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Above 64 tokens a
-    second wave of few CTAs costs more than idle SMs, so splits are rounded down."""
+    """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Up to 64 tokens there
+    are two CTAs for every SM, and three with 64 tokens, fine codes and many columns, by the time of steps
+    (`eval/results/steps-h200.json`). Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
+    down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
-    tokens, rows = min(256, m), -(-n // ROWS) * ROWS
+    tokens, rows = max(32, min(256, m)), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
-    wanted = round(2 * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
+    per_sm = 3 if m == 64 and shape.bits > MAX_BITS and shape.k >= 4096 else 2
+    wanted = round(per_sm * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
     split_k = max(1, min(most, k_tiles, wanted))
-    return dataclasses.replace(cta_of(shape.bits, tokens, whole=split_k == 1), split_k=split_k)
-
-
-def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
-    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices,
-    which have enough CTAs, eight warps of one tile."""
-    small = tokens == 64 and bits <= 4 and not whole
+    split_k = -(-k_tiles // -(-k_tiles // split_k))  # that have columns
     return GemmSm90Config(
-        tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
-        prefetch_at=2 if tokens == 256 else 0,
-    )  # fmt: skip
+        tokens_per_cta=tokens, num_warps=8, split_k=split_k, prefetch_at=2 if tokens == 256 else 0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +100,16 @@ def trellis_groups(bits: float, slots: int, experts: int) -> GemmSm90Config:
     this was the best of the four at 4 and 32 tokens per expert; at 256, where it is 148, 256 took 5 % less than 128.
     """
     wanted = (86 * slots / experts) ** 0.5
-    return cta_of(bits, next((n for n in GROUP_TOKENS if wanted < 1.1 * n), GROUP_TOKENS[-1]))
+    return group_cta(bits, next((n for n in GROUP_TOKENS if wanted < 1.1 * n), GROUP_TOKENS[-1]))
+
+
+def group_cta(bits: float, tokens: int) -> GemmSm90Config:
+    """The CTA for up to so many tokens of one expert: four warps of two tiles for 64, otherwise eight of one."""
+    two_tiles = tokens == 64 and bits <= 4
+    return GemmSm90Config(
+        tokens_per_cta=tokens, num_warps=4 if two_tiles else 8, tiles_per_warp=2 if two_tiles else 1,
+        prefetch_at=2 if tokens == 256 else 0,
+    )  # fmt: skip
 
 
 # tokens, warps and tiles per CTA, the k step at which codes are prefetched; splits of K

@@ -1,9 +1,10 @@
-"""Trellis layers of 1 to 16 tokens: rotate, multiply, rotate, in as few launches as the layer allows.
+"""Trellis layers of 1 to 8 tokens, without wgmma to 16: rotate, multiply, rotate, in as few launches as the layer allows.
 
 `gemv_kernel.py` computes the product; the launches around it depend on the layer:
 
-    first rotation     a launch that writes int8 (`3inst`: float16); none for one token of a small matrix, where every CTA
-                       rotates the token itself (`fused_hadamard.py`): a launch costs about 1 us of the 4 to 7 us in total
+    first rotation     a launch that writes int8 or float16 (`activation_form`); none for one token of a small matrix, where
+                       every CTA rotates the token itself (`fused_hadamard.py`): a launch costs about 1 us of the 4 to 7 us
+                       in total
     product            V times rotated activations
     last rotation      a launch; none if the output is not rotated: then the product's epilogue applies scales, residuals
                        and bias (`Epilogue`)
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from requant_kernels.common.device import num_sms, supports_pdl, supports_ptx
+from requant_kernels.common.device import num_sms, supports_pdl, supports_ptx, supports_sm90
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
@@ -26,14 +27,12 @@ from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.trellis import fused_hadamard
 from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel
+from requant_kernels.trellis.gemv_kernel import MOST_EXACT_TOKENS, gemv_constants, trellis_gemv_kernel
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations, SplitAttention
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
 from requant_kernels.trellis.rounding import tolerates_8_bits
-
-MIN_HIGH_BYTES_TOKENS = 5  # up to four, high and low bytes fit in the columns of one MMA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +57,8 @@ class SlotProducts:
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Up to 16 tokens on devices with inline PTX."""
-    return num_tokens <= 16 and supports_ptx(device)
+    """Up to 16 tokens on devices with inline PTX, up to eight on those with wgmma."""
+    return num_tokens <= (8 if supports_sm90(device) else 16) and supports_ptx(device)
 
 
 def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisGemvConfig) -> Tensor:
@@ -71,11 +70,13 @@ def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisG
     return product(x, layout, config, epilogue=epilogue)
 
 
-def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationForm:
-    """What `product` reads, for any number of tokens."""
-    code = CODES[layout.code]
+def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm:
+    """What `product` reads best: bytes of byte sums up to four tokens, and above where the high bytes will do."""
     columns = -(-layout.k // HADAMARD_TILE) * HADAMARD_TILE  # zero beyond the end
-    return ActivationForm(columns=columns, int8=code.byte_sums, pair=code.weights_per_hash == 2)
+    code = CODES[layout.code]
+    if code.byte_sums and (num_tokens <= MOST_EXACT_TOKENS or tolerates_8_bits(layout)):
+        return ActivationForm(columns=columns, int8=True, pair=code.weights_per_hash == 2)
+    return ActivationForm(columns=columns)
 
 
 def product(
@@ -85,13 +86,14 @@ def product(
     """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or already rotated, or in parts that
     every CTA combines (`rotates_itself`)."""
     if isinstance(x, Tensor) and not (x.shape[0] == 1 and can_fuse(x, layout, config)):
-        x = rotate_activations(x, layout)
+        x = rotate_activations(x, layout, activation_form(layout, x.shape[0]))
     return launch_gemv(x, layout, config, epilogue=epilogue)
 
 
-def rotate_activations(x: Tensor, layout: TrellisLayout, *, asm: bool = True) -> RotatedActivations:
-    """H (input_scales * x) of x [m, k] in the form that the product reads. `asm` False: without PTX."""
-    form = activation_form(layout)
+def rotate_activations(
+    x: Tensor, layout: TrellisLayout, form: ActivationForm, *, asm: bool = True
+) -> RotatedActivations:
+    """H (input_scales * x) of x [m, k] in a form that the product reads. `asm` False: without PTX."""
     if not form.int8:
         return RotatedActivations(values=rotate_input(x, layout, form.columns, asm=asm), scales=None)
     values, scales = hadamard_transform_int8(
@@ -99,11 +101,6 @@ def rotate_activations(x: Tensor, layout: TrellisLayout, *, asm: bool = True) ->
         pdl=supports_pdl(x.device), rotate=layout.input_scales is not None,
     )  # fmt: skip
     return RotatedActivations(values=values, scales=scales)
-
-
-def reads_high_bytes(layout: TrellisLayout, num_tokens: int) -> bool:
-    """Whether the product leaves out the low bytes of its activations."""
-    return num_tokens >= MIN_HIGH_BYTES_TOKENS and tolerates_8_bits(layout)
 
 
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
@@ -161,7 +158,7 @@ def launch_gemv(
         interned(
             **gemv_constants(
                 layout.code, layout.quad_bits, vector, config, m, units, token,
-                high_bytes=reads_high_bytes(layout, m),
+                int8=token is not None or scales is not None,
             ),
             PDL=pdl,
             EARLY_TRIGGER=config.pdl_trigger_early, SLOTS=None if slot_products is None else slot_products.slots,

@@ -32,11 +32,11 @@ from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
-from requant_kernels.trellis.gemv import reads_high_bytes, rotate_activations
+from requant_kernels.trellis.gemv import activation_form, rotate_activations
 from requant_kernels.trellis.gemv_kernel import GemvPtx, GemvShape, gemv_constants, multiply_tiles
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
-from requant_kernels.trellis.operands import RotatedActivations
+from requant_kernels.trellis.operands import RotatedActivations, common_form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,14 +105,14 @@ def group_constants(
     parts: tuple[tuple[str, int, int, TrellisGemvConfig, int, bool], ...], tokens: int
 ) -> dict[str, object]:
     """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words per load, launch config and units of each, and
-    whether it reads high bytes alone.
+    whether its activations are int8.
 
     Raises ValueError if a launch config does not divide its matrix.
     """
     found = []
-    for code, quad_bits, vector, config, units, high_bytes in parts:
+    for code, quad_bits, vector, config, units, int8 in parts:
         own: Any = gemv_constants(
-            code, quad_bits, vector, config, tokens, units, high_bytes=high_bytes, given_memory=True
+            code, quad_bits, vector, config, tokens, units, int8=int8, given_memory=True
         )
         found.append(GroupPart(shape=own["SHAPE"], ptx=own["PTX"]))
     words = [part.shape.num_warps * part.shape.results for part in found if part.ptx.sum_warps is not None]
@@ -144,7 +144,9 @@ def multiply_bands(
     """y [m, sum of n] of x [m, k], rows contiguous, or already rotated: side by side, the outputs of matrices that do not
     rotate them and share the rotation of x (`shares_form`)."""
     if isinstance(x, Tensor):
-        x = rotate_activations(x, layouts[0])
+        x = rotate_activations(
+            x, layouts[0], common_form([activation_form(layout, x.shape[0]) for layout in layouts])
+        )
     sizes = [layout.n for layout in layouts]
     y = torch.empty(x.num_tokens, sum(sizes), dtype=dtype, device=x.values.device)
     _launch([x] * len(layouts), layouts, configs, y.split(sizes, 1), finish=True)
@@ -170,7 +172,7 @@ def _launch(
             layouts[i].packed_codes.shape[-1],
             configs[i],
             units[i],
-            reads_high_bytes(layouts[i], m),
+            inputs[i].scales is not None,
         )
         for i in order
     )

@@ -3,11 +3,11 @@
     y = output_scale * sum over Hadamard tiles h of scale_h * (sum of hash bytes x int8 activations - byte_sum_mean * sum q)
 
 The rotated activations are 16-bit fixed point with one scale for each token and Hadamard tile of 4096 columns:
-q = 256 high + low, whose signed bytes are two columns of the B operand (`hadamard/` writes them). With more than four tokens
-that takes twice the MMAs, so matrices whose codes are coarser than 8 bits (`rounding.py`) read the high bytes alone, as q
-over 256, rounded. Products and sums are exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end
-the sums are converted to float32. `3inst`, whose values are not byte sums, goes through the same steps in float16 on the
-floating-point tensor cores.
+q = 256 high + low, whose signed bytes are two columns of the B operand (`hadamard/` writes them). More than four tokens
+would take twice the MMAs: there the high bytes alone are read, as q over 256, rounded, if the codes are coarser than 8 bits
+(`rounding.py`); otherwise the activations are float16. Products and sums of bytes are exact in int32: a Hadamard tile adds
+at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums are converted to float32. Float16 activations, and `3inst`, whose
+values are not byte sums, go through the same steps on the floating-point tensor cores.
 
 A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. All addressing is by lane: tensors are [warps,
 32], one element per thread, and PTX defines what a lane loads, hashes and multiplies. Warps exchange nothing before the
@@ -44,6 +44,8 @@ from requant_kernels.trellis.gemv_ptx import (
 from requant_kernels.trellis.gemv_store import add_warps_and_store
 from requant_kernels.trellis.layout import k64_per_unit
 
+# in 8 columns of an MMA: high and low bytes of each
+MOST_EXACT_TOKENS = 4
 # shared memory limit of our cross-warp reduction; above it Triton's, which has four barriers more
 MAX_SUM_BYTES = 32768
 
@@ -64,8 +66,10 @@ class GemvShape:
     whole_steps: bool  # the number of units is a multiple of the step
     int8: bool  # byte sums times int8; otherwise float16
     activation_bytes: int
-    accumulators: int  # per lane: 4 row_tiles n8_tiles
-    results: int  # per lane: over columns_per_token
+    accumulators: (
+        int  # per lane: 4 row_tiles n8_tiles; of byte sums in float16 4 n8_tiles more, for their offset
+    )
+    results: int  # per lane: of row tiles, over columns_per_token
     output_scale: float
     byte_sum_mean: float
 
@@ -161,6 +165,16 @@ def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _subtract_offsets(y, SHAPE: tl.constexpr):
+    """The results of byte sums in float16: sums minus those of the offset, the last of `y`, equal in all row tiles."""
+    Y: tl.constexpr = SHAPE.results
+    total = ()
+    for i in tl.static_range(Y):
+        total = total + (y[i] - y[Y + i % (4 * SHAPE.n8_tiles)],)
+    return total
+
+
+@triton.jit
 def multiply_tiles(
     cta, x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
     stride_y, last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr,
@@ -217,7 +231,7 @@ def multiply_tiles(
                 )
     next_x = _load_activations(activations, warp, LOAD_ACTIVATIONS, SHAPE)
     y = ()
-    for _ in tl.static_range(Y):
+    for _ in tl.static_range(Y if SHAPE.int8 else ACCUMULATORS):
         y = y + (tl.zeros([W, 32], tl.float32),)
     COUNT: tl.constexpr = SHAPE.words
     X_COUNT: tl.constexpr = 4 * SHAPE.k64_per_unit * SHAPE.activation_bytes  # registers per unit and n8 tile
@@ -247,6 +261,8 @@ def multiply_tiles(
                         is_pure=False, pack=1,
                     )  # fmt: skip
         y = _add_hadamard_tile(y, sums, factors, SHAPE) if SHAPE.int8 else sums
+    if ACCUMULATORS > COLUMNS * Y:
+        y = _subtract_offsets(y, SHAPE)
     if FUSED is not None:
         sums_at = (smem + FUSED.sums_offset,)
     add_warps_and_store(
@@ -264,9 +280,9 @@ def trellis_gemv_kernel(
     """y float32 `[M, rows]`, or with output scales finished, of any type; grid: CTAs of `row_tiles` tiles of 16 rows.
 
     x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 4]` scales and sums; or float16
-    `[M, stride_x]` without scales; or, with FUSED, the single unrotated token of `stride_x` columns, which every CTA
-    rotates, and combines before if it is split attention: then the scales are the logarithms of the parts. With SLOTS the
-    grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
+    `[M, stride_x]` without scales, if SHAPE says so; or, with FUSED, the single unrotated token of `stride_x` columns, which
+    every CTA rotates, and combines before if it is split attention: then the scales are the logarithms of the parts. With
+    SLOTS the grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
     """
     if SLOTS is not None:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
@@ -288,20 +304,20 @@ def trellis_gemv_kernel(
 @cache
 def gemv_constants(
     code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
-    token: Token | None = None, *, high_bytes: bool = False, given_memory: bool = False,
+    token: Token | None = None, *, int8: bool = True, given_memory: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """SHAPE, PTX and FUSED of the kernel. `token`: what every CTA rotates, if it is not rotated yet. `high_bytes`: low
-    ones are not read. `given_memory`: the cross-warp reduction takes the address of its shared memory.
+    """SHAPE, PTX and FUSED of the kernel. `token`: what every CTA rotates, if it is not rotated yet. `int8`: the activations
+    are bytes, of which more than MOST_EXACT_TOKENS are multiplied by the high ones alone; otherwise float16. `given_memory`:
+    the cross-warp reduction takes the address of its shared memory.
 
     Raises ValueError if the launch config does not divide the matrix.
     """
-    k64_count, int8 = k64_per_unit(quad_bits), CODES[code].byte_sums
-    columns_per_token, activation_bytes = (1 if high_bytes else 2, 1) if int8 else (1, 2)
-    columns = columns_per_token * tokens
-    n8_tiles = 1 if columns <= 8 else 2 if columns <= 16 else 4
+    k64_count, activation_bytes = k64_per_unit(quad_bits), 1 if int8 else 2
+    columns_per_token = 2 if int8 and tokens <= MOST_EXACT_TOKENS else 1
+    n8_tiles = 1 if columns_per_token * tokens <= 8 else 2
     words, step_units = quad_bits * k64_count // 4, config.num_warps * config.units_per_step
-    accumulators = 4 * config.tiles_per_cta * n8_tiles
-    results = accumulators // columns_per_token
+    results = 4 * config.tiles_per_cta * n8_tiles // columns_per_token
+    offsets = 0 if int8 or not CODES[code].byte_sums else 4 * n8_tiles
     if HADAMARD_TILE % (64 * k64_count * step_units):
         raise ValueError(
             f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
@@ -315,7 +331,7 @@ def gemv_constants(
         num_warps=config.num_warps, row_tiles=config.tiles_per_cta, units_per_step=config.units_per_step,
         columns_per_token=columns_per_token, n8_tiles=n8_tiles, k64_per_unit=k64_count, words=words, vector=vector,
         steps_per_hadamard_tile=HADAMARD_TILE // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
-        activation_bytes=activation_bytes, accumulators=accumulators, results=results,
+        activation_bytes=activation_bytes, accumulators=columns_per_token * results + offsets, results=results,
         output_scale=CODES[code].scale, byte_sum_mean=CODES[code].byte_sum_mean,
     )  # fmt: skip
     fused = None

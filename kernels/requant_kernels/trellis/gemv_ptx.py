@@ -9,13 +9,18 @@ from one hash, b0 + b1 + b2 + b3 and b0 - b1 - b2 + b3, and their products with 
 
 so one operand register serves two weights; the rotation writes sums and differences of neighbours instead of x1, x2.
 
-`3inst`, whose values are not byte sums, is decoded to float16 and multiplied by `mma.m16n8k16`.
+**Float16 on floating-point tensor cores**, `mma.m16n8k16`. The values of `3inst` are no byte sums. Of byte sums a DP4A makes
+1024 + b0 + b1 + b2 + b3 in float16, exactly, which is BYTE_SUM_OFFSET too much for every weight: its product with the
+activations is one more MMA for all row tiles, whose sums the kernel subtracts. A weight costs one and a half instructions
+more than as four bytes (DP4A, half of a PRMT), but an MMA does for eight weights of eight tokens in 16 bits what otherwise
+four do, each for as many issue cycles.
 """
 
 from functools import cache
 
 from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx, mma_k16_types, mma_line
 from requant_kernels.trellis.code_ptx import (
+    BYTE_SUM_OFFSET,
     MAX_INTERLEAVED_TILES,
     ROW_WEIGHTS,
     SegmentDecoder,
@@ -96,13 +101,18 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
 
 @cache
 def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
-    """`int8_mma_ptx` for float16 activations, 8 registers for each n8 tile and k64, accumulating in float32."""
-    accumulators, k64_count = 4 * row_tiles * n8_tiles, k64_per_unit(quad_bits)
+    """`int8_mma_ptx` for float16 activations, 8 registers for each n8 tile and k64, accumulating in float32. Of byte sums
+    there are 4 accumulators more for each n8 tile: of BYTE_SUM_OFFSET times the activations."""
+    products, byte_sums = row_tiles * n8_tiles, CODES[code].byte_sums
+    accumulators, k64_count = 4 * (products + n8_tiles * byte_sums), k64_per_unit(quad_bits)
     words = quad_bits * k64_count // 4
     first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
     previous_lane = f"${first_x + 8 * n8_tiles * k64_count}"
     ptx = PtxBuilder()
-    sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(row_tiles * n8_tiles)]
+    sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(accumulators // 4)]
+    offset = (
+        [ptx.new("offset", f"mov.b32 {{d}}, 0x{BYTE_SUM_OFFSET * 0x10001:08x};")] * 4 if byte_sums else []
+    )
     for k64 in range(k64_count):
         segments = [
             WeightDecoder(
@@ -117,11 +127,12 @@ def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
                 [segment.pair(8 * row + 2 * k16 + i) for i in range(2) for row in range(2)]
                 for segment in segments
             ]
-            for i in range(row_tiles * n8_tiles):
+            for i in range(accumulators // 4):
                 x = first_x + 8 * (i % n8_tiles * k64_count + k64) + 2 * k16
                 d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
                 b = [f"${x}", f"${x + 1}"]
-                ptx.emit(mma_line("m16n8k16", mma_k16_types("fp16"), d, a_of[i // n8_tiles], b, sums[i]))
+                a = a_of[i // n8_tiles] if i < products else offset
+                ptx.emit(mma_line("m16n8k16", mma_k16_types("fp16"), d, a, b, sums[i]))
                 sums[i] = d
     inputs = row_tiles * words + 8 * n8_tiles * k64_count + 1
     return ptx.build(["=f"] * accumulators + ["f"] * accumulators + ["r"] * inputs)

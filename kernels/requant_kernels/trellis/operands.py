@@ -46,6 +46,11 @@ class ActivationForm:
         )
 
 
+def common_form(forms: Sequence[ActivationForm]) -> ActivationForm:
+    """What several kernels read for the same number of tokens: float16 if one of them has to."""
+    return next((form for form in forms if not form.int8), forms[0])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotatedActivations:
     """float16 [m, columns]; int8 [2 m, columns] with scales float32 [m, tiles, 4]; or int8 [m, columns] with scales [m]

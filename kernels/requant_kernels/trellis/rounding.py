@@ -5,10 +5,12 @@ A Hadamard transform has spread every large value over all columns, so the large
 rotated activations too.) Codes of two bits differ from the original by 7e-2 of the variance, of three by 2e-2, of four by
 4e-3. So matrices of more than MAX_BITS keep 16 bits, and so does a head, whose errors are those of the logits.
 
-    tokens          multiplied
-    1 .. 4          in 16 bits, whose high and low bytes are two columns of the same MMA, for nothing (`gemv.py`)
-    5 .. 16         in 8 bits, their high bytes: half of the MMAs (`gemv.py`)
-    17 and more     in float16 or int8, by the shape: `gemm_int8.py`, which rounds weights to 8 bits as well
+    tokens              multiplied
+    1 .. 4              in 16 bits, whose high and low bytes are two columns of the same MMA, for nothing (`gemv.py`)
+    5 .. 8              in 8 bits, the high bytes; in float16 where a code is finer, of one matrix or of several that read
+                        the same activations (`gemv.py`)
+    9 .. 16             on Hopper in float16 (`gemm_sm90.py`), otherwise as 5 .. 8
+    17 and more         in float16 or int8, by the shape: `gemm_int8.py`, which rounds weights to 8 bits as well
 
 A transform spreads a value over its block only. Where one value of a token exceeds all others, in one of B blocks, what it
 is spread to is sqrt(B) times the root mean square, and rounding adds B / (12 x 127^2) of the energy: MAX_BLOCKS limits

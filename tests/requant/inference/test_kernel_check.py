@@ -26,9 +26,9 @@ def test_every_bucket_of_tokens_is_checked() -> None:
 def test_every_program_of_a_trellis_for_few_tokens_is_checked(
     code: str, bits: float, rotates_output: bool
 ) -> None:
-    """A launch follows from the bucket; the columns of its MMAs, and whether low bytes are read, from the tokens."""
+    """A launch follows from the bucket; the columns of its MMAs, and how activations are read, from the tokens."""
     pytest.importorskip("triton")
-    from requant_kernels.trellis.gemv import reads_high_bytes
+    from requant_kernels.trellis.gemv import activation_form
     from requant_kernels.trellis.gemv_kernel import gemv_constants
 
     codes, ones = torch.zeros(32, 4096, dtype=torch.uint8), torch.ones(4096).half()
@@ -38,7 +38,7 @@ def test_every_program_of_a_trellis_for_few_tokens_is_checked(
     def program(tokens: int) -> tuple[int, str]:
         units, vector = layout.packed_codes.shape[1], layout.packed_codes.shape[-1]
         constants = gemv_constants(
-            code, layout.quad_bits, vector, config, tokens, units, high_bytes=reads_high_bytes(layout, tokens)
+            code, layout.quad_bits, vector, config, tokens, units, int8=activation_form(layout, tokens).int8
         )
         return m_bucket(tokens), repr(constants)
 
