@@ -150,6 +150,20 @@ def check_int8() -> None:
         assert 3e-3 < error < 1.2e-2, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"
 
 
+def check_few_tokens() -> None:
+    """Fewer than a CTA has, in split-K partial sums; `pair` as half sums."""
+    for code, bits, m in (("mul1", 4, 9), ("pair", 2, 16)):
+        layout = pack_trellis(*random_trellis(48, 640, bits, "cpu"), bits=bits, code=code)
+        ALLOCATED.append(layout.packed_codes)
+        x = torch.randn(m, 640).half()
+        sums = gemm_sm90.product(x, layout, GemmSm90Config(tokens_per_cta=32, num_warps=2, split_k=2))
+        assert sums.shape == (2, m, 48)
+        got = sums.float().sum(0) * sums_scale(sums)
+        wanted = rotated_by_reference(x, layout) @ reference.trellis_values(layout).T
+        error = relative_error(got, wanted)
+        assert error < 1e-3, f"{code} at {bits} bits, {m} tokens, is off by {error:.1e}"
+
+
 def rotated_by_reference(x: torch.Tensor, layout: TrellisLayout) -> torch.Tensor:
     assert layout.input_scales is not None
     return (x.double() * layout.input_scales.double()) @ reference.hadamard(layout.k)
@@ -208,6 +222,7 @@ def main() -> None:
     check_routes()
     check_ends()
     check_int8()
+    check_few_tokens()
     for code, widths, h, f, experts, m, s, biased, tokens, max_bytes in selected(CASES):
         ALLOCATED.clear()
         signs = {k: (torch.randint(0, 2, (k,)) * 2 - 1).half() for k in (h, f)}

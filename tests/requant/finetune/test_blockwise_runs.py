@@ -79,7 +79,7 @@ def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
 
 
 @pytest.mark.usefixtures("products_of_a_gpu")
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_a_model_in_float32_is_trained_block_by_block_on_a_gpu(
     tiny_folder, tiny_text_file, caplog, monkeypatch, name
 ) -> None:
@@ -140,7 +140,7 @@ def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_f
         assert torch.equal(weight.dequantize(), again[name].dequantize())
 
 
-@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_states_of_a_model_that_is_trained_as_a_whole_outlive_its_rounds(
     tiny_folder, tiny_text_file, monkeypatch, agreed
 ) -> None:

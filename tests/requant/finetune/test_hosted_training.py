@@ -59,7 +59,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "method", "dtype", "changes"),
     [
-        ("llama", "trellis", "bfloat16", {}),
+        pytest.param("llama", "trellis", "bfloat16", {}, marks=pytest.mark.slow),
         ("gpt2", "gptq", "auto", {"budget": Budget(bits=4.5, head_bits=4.0)}),
         ("llama-tied", "rtn", "auto", {"budget": Budget(bits=4.5), "skip": ("down_proj",)}),
         ("qwen3-moe", "lut", "auto", {"mode": "dense"}),
@@ -242,7 +242,7 @@ with ranks.joined(sys.argv[1]) as device:
 @pytest.mark.parametrize(
     ("device", "shares"),
     [
-        ("cpu", [["trellis"], ["grid", "small"], ["codebook", "other"]]),
+        pytest.param("cpu", [["trellis"], ["grid", "small"], ["codebook", "other"]], marks=pytest.mark.slow),
         pytest.param("cuda", [["trellis", "other", "small"], ["grid", "codebook"]], marks=pytest.mark.gpu),
     ],
 )

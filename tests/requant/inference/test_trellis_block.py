@@ -18,9 +18,16 @@ from requant.inference.kernel_layers import BandedLinear, KernelEmbedding, Kerne
 from requant.inference.quant_linear import QuantLinear
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "ends", "fine", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2",
+        "ends",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "fine", "ends float16")),
+    ],
+)
 def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
-    interpreted("emulate_trellis_block.py", kind)
+    interpreted("emulate_trellis_block.py", *kind.split())
 
 
 SHAPES = {  # hidden, intermediate, heads, heads of keys

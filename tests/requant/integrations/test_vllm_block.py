@@ -19,7 +19,8 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(vllm_block.FUSE, raising=False)
 
 
-@pytest.mark.parametrize("kind", ["mixed", pytest.param("joined", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "joined"])
 def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
     """Alone, and through torch.compile; a layer that differs from vLLM's forward is said to, and stays."""
     interpreted("emulate_vllm_block.py", kind)
