@@ -36,9 +36,8 @@ from requant.models.experts import STEP_TOKENS, Experts
 BY_DEFAULT = True  # whether decoders replay prompts where nothing else is said
 LENGTHS = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 MOST_ROWS = 4096  # of a replay: they bound the memory that all share
-MULTIPLICATIONS = (
-    2.5e11  # of a block, that an H200 makes while Python issues the block's launches, 0.8 to 1.7 ms
-)
+# of a block, that an H200 makes while Python issues the block's launches, 0.8 to 1.7 ms
+MULTIPLICATIONS = 2.5e11
 # of the logits, relative: the products of more rows may be divided otherwise, or round activations to int8
 TOLERANCE = 1e-1
 logger = logging.getLogger(__name__)

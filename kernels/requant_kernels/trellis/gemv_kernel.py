@@ -66,9 +66,8 @@ class GemvShape:
     whole_steps: bool  # the number of units is a multiple of the step
     int8: bool  # byte sums times int8; otherwise float16
     activation_bytes: int
-    accumulators: (
-        int  # per lane: 4 row_tiles n8_tiles; of byte sums in float16 4 n8_tiles more, for their offset
-    )
+    # per lane: 4 row_tiles n8_tiles; of byte sums in float16 4 n8_tiles more, for their offset
+    accumulators: int
     results: int  # per lane: of row tiles, over columns_per_token
     output_scale: float
     byte_sum_mean: float
