@@ -104,10 +104,8 @@ def build(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 value = torch.randn(parameter.shape, device=device, dtype=parameter.dtype) * 0.02
-                if (
-                    parameter.dim() == 1
-                ):  # of a norm: blocks that add next to nothing to x would hide what is wrong in them
-                    value = torch.ones_like(value)
+                # norms have ones: blocks that add next to nothing to x would hide what is wrong in them
+                value = torch.ones_like(value) if parameter.dim() == 1 else value
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model.eval()

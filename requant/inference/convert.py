@@ -39,7 +39,7 @@ from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
 AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
-# tokens that bands are checked with: those whose products are one launch
+# tokens that bands are checked with: those whose products may be one launch
 ONE_LAUNCH = tuple(tokens for tokens in TOKENS if tokens <= 16)
 logger = logging.getLogger(__name__)
 

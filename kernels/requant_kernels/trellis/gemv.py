@@ -84,7 +84,8 @@ def product(
     epilogue: Epilogue | None = None,
 ) -> Tensor:  # fmt: skip
     """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or already rotated, or in parts that
-    every CTA combines (`rotates_itself`)."""
+    every CTA combines (`rotates_itself`). Of rotated int8 activations more than four tokens are multiplied by their high
+    bytes, whatever the codes: their form is the caller's choice (`activation_form`)."""
     if isinstance(x, Tensor) and not (x.shape[0] == 1 and can_fuse(x, layout, config)):
         x = rotate_activations(x, layout, activation_form(layout, x.shape[0]))
     return launch_gemv(x, layout, config, epilogue=epilogue)

@@ -74,7 +74,14 @@ def random_trellises(kind: str, code: str) -> Any:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
     ("code", "shape"),
-    [("mul1", (1, 12)), ("mul1", (5, 70)), ("mul1", (2, 600)), ("pair", (1, 70)), ("pair", (5, 70))],
+    [
+        ("mul1", (1, 7)),
+        ("mul1", (1, 12)),
+        ("mul1", (5, 70)),
+        ("mul1", (2, 600)),
+        ("pair", (1, 70)),
+        ("pair", (5, 70)),
+    ],
 )
 def test_fused_prompts_give_the_same_logits(
     kind: str, code: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
