@@ -13,6 +13,7 @@ import torch
 from cases import random_trellis
 from emulate_trellis_block import REFERENCE, in_one_launch, on_the_gemv
 from requant_kernels import dispatch, ops, pack_trellis
+from requant_kernels.trellis.gemv_kernel import MOST_EXACT_TOKENS
 from torch import Tensor, nn
 
 from requant.inference import kernel_check
@@ -199,9 +200,9 @@ def check(bits: tuple[float, ...], rows: tuple[int, ...], **options: bool) -> No
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for (positions, x), expected in zip(inputs, wanted, strict=True):
         got = model(positions, x.clone())
-        assert relative_error(got, expected) < 5e-3, (
-            f"{len(x)} rows are off by {relative_error(got, expected)}"
-        )
+        limit = 2e-2 if len(x) > MOST_EXACT_TOKENS else 5e-3  # activations are rounded to 8 bits
+        error = relative_error(got, expected)
+        assert error < limit, f"{len(x)} rows are off by {error}"
         assert torch.equal(compiled(positions, x.clone()), got), "torch.compile changes it"
     ops.dispatch, ops.dispatch_group = REFERENCE, dispatch.dispatch_group
 
