@@ -27,10 +27,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float, Int
 from requant_kernels.common.device import supports_ptx
-from requant_kernels.launch_config import m_bucket
+from requant_kernels.dispatch import TRELLIS_BOUNDS
 from torch import Tensor, nn
 
 from requant.inference import kernel_check
+from requant.inference.fused_prefill import kind_of as kind_of_rows
 from requant.inference.kernel_check import kind_of
 from requant.inference.kernel_layers import FusedLinear, KernelLinear, Sibling
 
@@ -102,8 +103,8 @@ class LayerPieces:
         self.block, self.angles = block, layer.self_attn.rotary_emb.cos_sin_cache
         self.norms = head_norms(block.self_attn)
         self.blocks: dict[int, Any] = {}
-        for rows in {min(rows, most_rows) for rows in (1, 8, *(1 << i for i in range(4, 16)))}:
-            self.blocks[m_bucket(rows)] = trellis_block(block, "silu", rows)
+        for rows in {min(rows, most_rows) for rows in (*TRELLIS_BOUNDS, MAX_ROWS)}:
+            self.blocks[kind_of_rows(rows)] = trellis_block(block, "silu", rows)
         if None in self.blocks.values():
             raise ValueError(
                 "not all their matrices are trellis codes, rotated on both sides and without residuals, that the kernels "
@@ -116,12 +117,12 @@ class LayerPieces:
         """q, k and v for the attention, of x + delta, which x becomes."""
         from requant_kernels.step.rotated_rope import rotated_rope_apart
 
-        q, k, v = self.blocks[m_bucket(len(x))].before_attention(x, delta)
+        q, k, v = self.blocks[kind_of_rows(len(x))].before_attention(x, delta)
         return rotated_rope_apart(q, k, v, self.angles, positions, x.dtype, **self.norms)
 
     def after(self, attended: Float[Tensor, "m q"], x: Float[Tensor, "m d"]) -> Any:
         """What the layer adds to x last, still to be finished; x becomes what it is after the attention."""
-        return self.blocks[m_bucket(len(x))].after_attention(x, attended)
+        return self.blocks[kind_of_rows(len(x))].after_attention(x, attended)
 
     def leave(self, attended: Float[Tensor, "m q"], x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
         """The same, finished."""
@@ -319,7 +320,7 @@ def check(layers: Sequence[Any], pieces: Sequence[LayerPieces]) -> None:
     for layer, own in zip(layers, pieces, strict=True):
         if own.kind in passed:
             continue
-        numbers = [rows for rows in kernel_check.TOKENS if m_bucket(rows) in own.blocks]
+        numbers = [rows for rows in kernel_check.TOKENS if kind_of_rows(rows) in own.blocks]
         samples = [_sample(layer, own, rows) for rows in numbers]
         if samples[0][0].is_cuda:
             from requant_kernels.common.compile_ahead import compile_ahead
