@@ -101,7 +101,7 @@ def test_shapes_are_those_of_the_lookup() -> None:
 def test_every_candidate_is_a_launch_for_some_shape(kernel: str) -> None:
     launch = LAUNCHES[kernel]
     tokens = {
-        "gemm": (64,), "gemm_sm90": (32, 64, 256), "trellis_gemm_sm90": (32, 64, 256), "trellis_gemm_int8": (64, 256),
+        "gemm": (64,), "gemm_sm90": (32, 64, 256), "trellis_gemm_sm90": (16, 32, 64, 256), "trellis_gemm_int8": (64, 256),
     }.get(kernel, (1, 8))  # fmt: skip
     for format in ("mul1",) if kernel.startswith("trellis") else ("grid", "grid+s"):
         for m in tokens:

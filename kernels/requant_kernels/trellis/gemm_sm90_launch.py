@@ -18,9 +18,9 @@ def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     (`eval/results/steps-h200.json`). Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
     down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
-    tokens, rows = max(32, min(256, m)), -(-n // ROWS) * ROWS
+    tokens, rows = max(16, min(256, m)), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
-    per_sm = 3 if m == 64 and shape.bits > MAX_BITS and shape.k >= 4096 else 2
+    per_sm = 3 if m <= 16 or (m == 64 and shape.bits > MAX_BITS and shape.k >= 4096) else 2
     wanted = round(per_sm * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
     split_k = max(1, min(most, k_tiles, wanted))
     split_k = -(-k_tiles // -(-k_tiles // split_k))  # that have columns
@@ -114,9 +114,9 @@ def group_cta(bits: float, tokens: int) -> GemmSm90Config:
 
 # tokens, warps and tiles per CTA, the k step at which codes are prefetched; splits of K
 LAUNCHES = [
-    ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
-    ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
-    ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
+    ((16, 8, 1, 0), (1, 2, 4, 8)), ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)),
+    ((64, 4, 1, 0), (1, 2, 4, 8)), ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)),
+    ((64, 8, 2, 0), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
 ]  # fmt: skip
 
 

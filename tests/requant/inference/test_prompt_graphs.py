@@ -10,7 +10,8 @@ from torch import Tensor
 
 from requant.inference import prompt_graphs
 from requant.inference.decode import Decoder
-from requant.inference.prompt_graphs import LENGTHS, PromptGraphs, most_rows, padded_length
+from requant.inference.fused_prefill import kind_of
+from requant.inference.prompt_graphs import PromptGraphs, most_rows, padded_length
 from requant.models.experts import STEP_TOKENS, Experts, unfuse_experts
 
 from .fake_cuda_graphs import POOL, FakeGraph, install, storage
@@ -203,6 +204,6 @@ def test_replayed_prompts_give_the_same_logits(tiny_model, name: str, batch: int
             compare(graphs.step(), plain.step())
         assert torch.equal(graphs.cache.length, plain.cache.length)
     assert graphs.prompt_graphs is not None and not graphs.prompt_graphs.failed
-    lengths = {n for n in LENGTHS if batch * n <= prompt_graphs.MOST_ROWS}
-    assert set(graphs.prompt_graphs.graphs) == {64, 256} & lengths
+    met = {kind_of(batch * count) for count in counts}  # kinds of rows whose blocks have been compared
+    assert set(graphs.prompt_graphs.graphs) == {n for n in (64, 256) if kind_of(batch * n) in met}
     assert graphs.prompt_graphs.bytes > 0
