@@ -4,9 +4,9 @@
 
 `kernels/bench/products.py` times one launch after another like it. In a step a product follows a norm, a gate or attention,
 whose CTAs may still hold an SM when its own start, so the best launch there can be another one here. For every product of a
-block (q, k and v; o; gates and ups; down) a step is captured with each launch, all steps are replayed in turn, and a row has
-the least time of each, with the rule's (`trellis/gemv_launch.py`). All blocks have the widths of a model's middle third, so
-that few kernels are compiled.
+block (q, k and v; o; gates and ups; down), and for a head in bands, a step is captured with each launch, all steps are
+replayed in turn, and a row has the least time of each, with the rule's (`trellis/gemv_launch.py`). All blocks have the
+widths of a model's middle third, so that few kernels are compiled.
 
 Run it on a GPU that nothing else uses: what other processes do shows in some launches and not in others.
 """
@@ -36,7 +36,7 @@ from eval.common import environment, write_json
 from requant.inference.decode import Decoder
 from requant.inference.kernel_check import TritonError
 
-PRODUCTS = ("qkv", "o", "gates", "down")
+PRODUCTS = ("qkv", "o", "gates", "down", "head")
 LAUNCHES = [  # warps, tiles a CTA, k64 a step
     (2, 2, 2), (4, 1, 4), (4, 2, 2), (4, 2, 4), (4, 4, 2), (8, 1, 2), (8, 1, 4), (8, 2, 2), (8, 2, 4), (16, 1, 2),
     (16, 1, 4), (16, 2, 1), (16, 2, 2), (16, 2, 4), (16, 4, 1),
@@ -48,7 +48,7 @@ Launch = tuple[int, int, int, bool]  # the last: no more CTAs an SM than an even
 
 
 def product_of(layouts: Sequence[TrellisLayout], hidden: int) -> str:
-    """Which product of a block a launch multiplies: one of PRODUCTS."""
+    """Which product of a block a launch multiplies."""
     first = layouts[0]
     if first.k != hidden:
         return "down"
@@ -67,9 +67,13 @@ class ChosenLaunches:
     of: dict[str, Launch] = field(default_factory=dict)
 
     def configs(
-        self, layouts: Sequence[TrellisLayout], configs: Sequence[TrellisGemvConfig], sequences: int
+        self,
+        layouts: Sequence[TrellisLayout],
+        configs: Sequence[TrellisGemvConfig],
+        sequences: int,
+        product: str,
     ) -> list[TrellisGemvConfig]:
-        chosen = self.of.get(product_of(layouts, self.hidden))
+        chosen = self.of.get(product)
         if chosen is None or sequences != self.sequences:
             return list(configs)
         *launch, even = chosen
@@ -88,20 +92,26 @@ class ChosenLaunches:
     def applied(self) -> Iterator[None]:
         from requant_kernels.trellis import gemv, gemv_group  # need Triton
 
-        from requant.inference import trellis_block
+        from requant.inference import trellis_block, trellis_ends
 
-        product, group = gemv.product, gemv_group.gemv_group
+        product, group, bands = gemv.product, gemv_group.gemv_group, gemv_group.multiply_bands
 
         def one(x: Any, layout: TrellisLayout, config: TrellisGemvConfig, **options: Any) -> Tensor:
             sequences = x.shape[0] if isinstance(x, Tensor) else x.num_tokens
-            return product(x, layout, self.configs([layout], [config], sequences)[0], **options)
+            own = self.configs([layout], [config], sequences, product_of([layout], self.hidden))
+            return product(x, layout, own[0], **options)
 
         def several(inputs: Any, layouts: Any, configs: Any) -> list[Tensor]:
-            return group(inputs, layouts, self.configs(layouts, configs, inputs[0].num_tokens))
+            name = product_of(layouts, self.hidden)
+            return group(inputs, layouts, self.configs(layouts, configs, inputs[0].num_tokens, name))
+
+        def head(y: Any, layouts: Any, configs: Any, dtype: torch.dtype) -> Tensor:
+            return bands(y, layouts, self.configs(layouts, configs, y.num_tokens, "head"), dtype)
 
         with (
             mock.patch.object(gemv, "product", one),
             mock.patch.object(gemv_group, "gemv_group", several),
+            mock.patch.object(trellis_ends, "multiply_bands", head),
             mock.patch.object(trellis_block, "combines_parts", self.combines_parts),
         ):
             yield

@@ -38,9 +38,9 @@ def test_a_launch_belongs_to_a_product_of_the_block(layouts: list[TrellisLayout]
 def test_only_the_chosen_product_of_so_many_sequences_is_launched_otherwise() -> None:
     chosen = ChosenLaunches(hidden=256, sequences=8, device=CPU, of={"down": (4, 2, 1, True)})
     rule = [TrellisGemvConfig()]
-    assert chosen.configs([matrix(256, 256)], rule, 8) == rule
-    assert chosen.configs([matrix(8192, 768)], rule, 1) == rule
-    (found,) = chosen.configs([matrix(8192, 768)], rule, 8)
+    assert chosen.configs([matrix(256, 256)], rule, 8, "o") == rule
+    assert chosen.configs([matrix(8192, 768)], rule, 1, "down") == rule
+    (found,) = chosen.configs([matrix(8192, 768)], rule, 8, "down")
     assert (found.num_warps, found.tiles_per_cta, found.units_per_step) == (4, 2, 1)
     assert found.max_ctas_per_sm == 2  # 256 CTAs on 132 SMs
 
