@@ -163,7 +163,7 @@ def inline_asm_elementwise(
             check_addresses(np.array([at], np.uint64))
             ctypes.c_uint32.from_address(at).value = word
         results = [registers[f"${i}"] for i in range(len(kinds))]
-    elif any(name in asm for name in ("mma.sync", "dp4a", "f16x2", "ex2.")):
+    elif any(name in asm for name in ("mma.sync", "dp4a", "f16x2", "bf16x2", "prmt", "ex2.")):
         results = run_ptx(asm, operands, shape, outputs=len(kinds))
     else:
         results = run_memory(asm, operands, shape, len(kinds))

@@ -1,53 +1,112 @@
 """`rotated_gate.py` for many tokens, after products by cuBLAS or in int8, without split-K: float16 input, transforms by
-`hadamard/products.py`."""
+`hadamard/warp.py`."""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
-# pyright: reportAttributeAccessIssue=none
+# pyright: reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.hadamard import products
-from requant_kernels.hadamard.products import sides, transformed
-from requant_kernels.step.gated import activated
-from requant_kernels.step.rotated import output_of
+from requant_kernels.hadamard import warp
+from requant_kernels.hadamard.warp import (
+    after,
+    apart_of,
+    before,
+    lane_and_warp,
+    load_block,
+    load_floats,
+    load_vector,
+    mixed_groups,
+    of_words,
+    packed_vector,
+    pairs_of,
+    signs_of,
+    store_vector,
+    two_vectors,
+    unpacked,
+)
+from requant_kernels.step.gated import logit_of
+from requant_kernels.step.rotated import ASSEMBLY, output_of, sigmoid
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
-VALUES, NUM_WARPS = 4096, 4  # per CTA; values of each of the three
-TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+@triton.jit
+def _outputs(z, scales_ptr, bias_ptr, at, FACTOR: tl.constexpr, ASM: tl.constexpr):
+    """A vector of a product's outputs."""
+    scales, found = load_floats(scales_ptr, at, ASM), ()
+    if bias_ptr is not None:
+        bias = load_floats(bias_ptr, at, ASM)
+    for i in tl.static_range(8):
+        found = found + (output_of(z[i], scales[i] * FACTOR, bias[i] if bias_ptr is not None else None),)
+    return found
+
+
+@triton.jit
+def _scaled_up(
+    z, scales_ptr, bias_ptr, input_scales_ptr, at, FACTOR: tl.constexpr, NEXT: tl.constexpr, ASM: tl.constexpr
+):
+    """A vector of `up`, times the scales of the next input and NEXT, its factor."""
+    MULTIPLY: tl.constexpr = ASM.multiply
+    found = ()
+    if bias_ptr is None:  # both scales at once
+        scales, own = load_vector(scales_ptr, at, True, ASM), load_vector(input_scales_ptr, at, True, ASM)
+        both = ()
+        for i in tl.static_range(4):
+            both = both + (of_words(scales[i], own[i], MULTIPLY),)
+        factors = unpacked(both, tl.float16)
+        for i in tl.static_range(8):
+            found = found + (z[i] * factors[i] * (FACTOR * NEXT),)
+    else:
+        up, factors = (
+            _outputs(z, scales_ptr, bias_ptr, at, FACTOR, ASM),
+            load_floats(input_scales_ptr, at, ASM),
+        )
+        for i in tl.static_range(8):
+            found = found + (up[i] * factors[i] * NEXT,)
+    return found
 
 
 @triton.jit
 def dense_gate_kernel(
-    gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, tokens,
-    gate_row, up_row, y_row, A: tl.constexpr, B: tl.constexpr, L: tl.constexpr, FACTOR: tl.constexpr,
-    GATE_SCALE: tl.constexpr, UP_SCALE: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, tokens, columns,
+    gate_row, up_row, y_row, GATE_SCALE: tl.constexpr, UP_SCALE: tl.constexpr, ACTIVATION: tl.constexpr,
+    OTHER: tl.constexpr, VECTORS: tl.constexpr, PAIRED: tl.constexpr, FACTOR: tl.constexpr, WARPS: tl.constexpr,
+    G: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A block of L tokens; grid (blocks, tokens / L)."""
-    a, b = tl.arange(0, A), tl.arange(0, B)
-    token = tl.program_id(1).to(tl.int64) * L + tl.arange(0, L)[:, None, None]
-    inside = token < tokens
-    first = tl.program_id(0) * (A * B)
-    index = first + a[None, :, None] * B + b[None, None, :]
-    turned = first + a[None, None, :] * B + b[None, :, None]
-    gate = tl.load(gate_ptr + token * gate_row + index, mask=inside, other=0.0)
-    up = tl.load(up_ptr + token * up_row + index, mask=inside, other=0.0)
-    gate = transformed(gate, L, A, B, FACTOR * GATE_SCALE)
-    up = transformed(up, L, A, B, FACTOR * UP_SCALE)
-    gate_bias, up_bias = None, None
-    if gate_bias_ptr is not None:
-        gate_bias = tl.load(gate_bias_ptr + turned)
-    if up_bias_ptr is not None:
-        up_bias = tl.load(up_bias_ptr + turned)
-    gate = output_of(gate, tl.load(gate_scales_ptr + turned).to(tl.float32), gate_bias).to(DTYPE)
-    up = output_of(up, tl.load(up_scales_ptr + turned).to(tl.float32), up_bias).to(DTYPE)
-    h = (activated(gate, ACTIVATION) * up.to(tl.float32)).to(DTYPE)
-    h = (h.to(tl.float32) * tl.load(input_scales_ptr + turned).to(tl.float32)).to(DTYPE)
-    y = transformed(h, L, B, A, FACTOR)
-    tl.store(y_ptr + token * y_row + index, y.to(y_ptr.dtype.element_ty), mask=inside)
+    """A block of a token a warp; grid (blocks, tokens / WARPS). `columns` and strides in vectors. OTHER: assembly."""
+    lane, own_warp = lane_and_warp(WARPS)
+    token = tl.program_id(1).to(tl.int64) * WARPS + own_warp
+    read = tl.minimum(token, tokens - 1)
+    apart = apart_of(tl.program_id(0), columns, PAIRED)
+    start, first, held = tl.program_id(0) * (32 * VECTORS), before(lane, G), after(lane, apart, G)
+    signs = signs_of(lane, PAIRED)
+    gate_pairs = load_block(gate_ptr, read * gate_row + start + first, apart, VECTORS, ASM)
+    up_pairs = load_block(up_ptr, read * up_row + start + first, apart, VECTORS, ASM)
+    gate_pairs, up_pairs, pairs = mixed_groups(gate_pairs, ASM), mixed_groups(up_pairs, ASM), ()
+    for v in tl.static_range(VECTORS // 2):
+        of_gate, of_up = two_vectors(gate_pairs, signs, v, ASM), two_vectors(up_pairs, signs, v, ASM)
+        h = ()
+        for half in tl.static_range(2):
+            at = start + held + (64 * v + (4 << G[0]) * half)
+            gate = _outputs(
+                of_gate[8 * half : 8 * half + 8], gate_scales_ptr, gate_bias_ptr, at, FACTOR * GATE_SCALE, ASM
+            )
+            up = _scaled_up(
+                of_up[8 * half : 8 * half + 8], up_scales_ptr, up_bias_ptr, input_scales_ptr, at, FACTOR * UP_SCALE, FACTOR,
+                ASM,
+            )  # fmt: skip
+            for i in tl.static_range(8):
+                h = h + (gate[i] * sigmoid(logit_of(gate[i], ACTIVATION), OTHER) * up[i],)
+        pairs = pairs + pairs_of(h, tl.float16, ASM)
+    pairs, signs = mixed_groups(pairs, ASM), signs[2:4] + signs[0:2]
+    for v in tl.static_range(VECTORS // 2):
+        y = two_vectors(pairs, signs, v, ASM)
+        for half in tl.static_range(2):
+            at = token * y_row + start + first + 64 * v + apart * half
+            words = packed_vector(y[8 * half : 8 * half + 8], tl.float16, ASM)
+            store_vector(y_ptr, at, words, token < tokens, ASM)
 
 
 def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
@@ -57,7 +116,8 @@ def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
         gate.values.dtype == up.values.dtype == torch.float16
         and gate.source.splits == up.source.splits == 1
         and not form.permute
-        and products.supports(width & -width)
+        and warp.supports(width & -width)
+        and warp.readable(*(each for own in (gate, up) for each in (own.values, own.output_scales, own.bias)))
     )
 
 
@@ -65,27 +125,24 @@ def dense_gate(
     gate: Product,
     up: Product,
     activation: str,
-    dtype: torch.dtype,
     *,
-    input_scales: Tensor,
+    input_scales: torch.Tensor,
     form: ActivationForm,
 ) -> RotatedActivations:
-    """As `rotated_gate`."""
+    """As `rotated_gate`, but nothing is rounded before the activations are written."""
     m, f = gate.values.shape[-2:]
-    found, block_size = form.empty(m, input_scales.device), f & -f
-    a, b = sides(block_size)
-    own = VALUES // block_size
+    found = form.empty(m, input_scales.device)
+    rows = (gate.source.row_stride, up.source.row_stride, found.values.stride(0))
     launch(
         dense_gate_kernel,
-        (f // block_size, -(-m // own), 1),
+        warp.grid_of(m, f),
         (
-            gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values,
-            m, gate.source.row_stride, up.source.row_stride, found.values.stride(0),
+            gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values, m,
+            f // 8, *(row // 8 for row in rows),
         ),
         interned(
-            A=a, B=b, L=own, FACTOR=block_size**-0.5, GATE_SCALE=gate.source.scale, UP_SCALE=up.source.scale,
-            DTYPE=TYPES[dtype], ACTIVATION=activation,
-            num_warps=NUM_WARPS, num_stages=1,
+            GATE_SCALE=gate.source.scale, UP_SCALE=up.source.scale, ACTIVATION=activation, OTHER=ASSEMBLY,
+            **warp.constants_of(f),
         ),
     )  # fmt: skip
     return found

@@ -158,7 +158,7 @@ def rotated_gate(
 ) -> RotatedActivations:
     """`activation` of the finished gate times the finished up, rounded to `dtype`, rotated for the matrix that reads it."""
     if dense_gate.supports(gate, up, form):
-        return dense_gate.dense_gate(gate, up, activation, dtype, input_scales=input_scales, form=form)
+        return dense_gate.dense_gate(gate, up, activation, input_scales=input_scales, form=form)
     m, f = gate.values.shape[-2:]
     found, device = form.empty(m, input_scales.device), input_scales.device
     ctas = -(-f // (tiles_of_block(f) * HADAMARD_TILE))

@@ -36,6 +36,7 @@ from requant_kernels.hadamard.registers import (
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.step import dense_rope
 from requant_kernels.step.rotated import (
     ASSEMBLY,
     NUM_WARPS,
@@ -232,8 +233,12 @@ def rotated_rope(
         )
     m, q_width = q.values.shape[-2:]
     y = torch.empty(m, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
-    where = cos, sin, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1)
-    _launch((q, k, v), head_dim, keys.device, (q_norm, k_norm), where, eps)
+    where = cos, sin, position, y, keys, values, length, m // b
+    strides = cos.stride(0), keys.stride(1)
+    if dense_rope.supports((q, k, v), (q_norm, k_norm), keys, cos):
+        dense_rope.dense_rope((q, k, v), (q_norm, k_norm), where, strides, eps, head_dim)
+    else:
+        _launch((q, k, v), head_dim, keys.device, (q_norm, k_norm), (*where, *strides), eps)
     return y
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.sparse_spmm import spmm
-from requant_kernels.hadamard.products import rotate, supports
+from requant_kernels.hadamard import warp
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import sums_scale
@@ -31,7 +31,7 @@ def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -
     rotated = torch.empty(x.shape[0], columns, dtype=torch.float16, device=x.device)
     if many_tokens(x, layout, columns) and asm:
         assert layout.input_scales is not None
-        rotate(x, layout.input_scales, rotated)
+        warp.rotate(x, layout.input_scales, rotated)
         return rotated
     hadamard_transform(
         x, rotated, in_width=layout.k, columns=-(-layout.k // TILE) * TILE, out_width=columns,
@@ -41,13 +41,13 @@ def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -
 
 
 def many_tokens(x: Tensor, layout: TrellisLayout, columns: int) -> bool:
-    """Whether `hadamard/products.py` rotates x."""
+    """Whether `hadamard/warp.py` rotates x."""
     return (
         x.shape[0] > MANY_TOKENS
         and layout.input_scales is not None
-        and x.dtype.itemsize == 2
         and x.shape[1] == columns
-        and supports(columns & -columns)
+        and warp.supports(columns & -columns)
+        and warp.readable(x)
     )
 
 

@@ -1,0 +1,101 @@
+"""Run under TRITON_INTERPRET=1 by `test_dense.py`, the assembly emulated: what is between the products of many tokens,
+beside whole matrices."""
+
+from unittest import mock
+
+import emulated_assembly
+import torch
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard import warp
+from requant_kernels.step import dense_gate, dense_rope
+from requant_kernels.step.rotated_gate import rotated_gate
+from requant_kernels.step.rotated_rope import rotated_rope
+from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, ActivationForm, Product
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def close(got: Tensor, wanted: Tensor) -> bool:
+    return ((got.double() - wanted).norm() / wanted.norm()).item() < 1e-3
+
+
+def check_rotation(m: int, k: int) -> None:
+    whole, signs = torch.randn(m, k + 16).half(), torch.randn(k).sign().half()
+    x, y = whole[:, 16:], torch.full((m + 1, k), 7.0).half()
+    warp.rotate(x, signs, y[:m])
+    assert close(y[:m], (x.double() * signs.double()) @ reference.hadamard(k)), f"rotation of {k}"
+    assert (y[m] == 7).all(), "behind the last token"
+
+
+def check_gate(m: int, k: int) -> None:
+    """Products side by side, one with a bias; by cuBLAS, and sums with a scale."""
+    whole, form = torch.randn(m, 2 * k).half(), ActivationForm(columns=k)
+    scales, bias = [(torch.randn(k).sign() * 0.5).half() for _ in range(2)], torch.randn(k).half()
+    gate = Product(values=whole[:, :k], output_scales=scales[0], bias=None)
+    up = Product(values=whole[:, k:], output_scales=scales[1], bias=bias)
+    signs, h = torch.randn(k).sign().half(), reference.hadamard(k)
+    g, u = (product.values.double() @ h * product.output_scales.double() for product in (gate, up))
+    sums = Product(values=(whole[None, :, :k] / PARTIAL_SUM_SCALE), output_scales=scales[0], bias=None)
+    for own in (gate, sums):
+        assert dense_gate.supports(own, up, form)
+        got = rotated_gate(own, up, "silu", torch.float16, input_scales=signs, form=form)
+        assert close(got.values, (silu(g) * (u + bias.double()) * signs.double()) @ h), f"gate of {k}"
+
+
+def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: int, *, norms: bool) -> None:
+    """Into a cache whose last rows the texts do not reach, from a row that is not the first."""
+    m, length, position = texts * tokens, tokens + 5, 3
+    widths = [count * head_dim for count in (heads, key_heads, key_heads)]
+    values = [torch.randn(m, width).half() for width in widths]
+    scales = [(torch.randn(width).sign() * 0.5).half() for width in widths]
+    biases = [torch.randn(widths[0]).half(), None, torch.randn(widths[2]).half()]
+    weights = [torch.rand(head_dim).half() if norms else None for _ in range(2)]
+    angles = torch.rand(m, head_dim) * 6
+    cos, sin = angles.cos().half(), angles.sin().half()
+    cache = [torch.full((texts, key_heads, length, head_dim), 7.0).half() for _ in range(2)]
+    parts = [
+        Product(values=value, output_scales=scale, bias=bias)
+        for value, scale, bias in zip(values, scales, biases, strict=True)
+    ]
+    with mock.patch.object(dense_rope, "MIN_TOKENS", 1):
+        assert dense_rope.supports(parts, weights, cache[0], cos)
+        queries = rotated_rope(
+            *parts, cos, sin, torch.tensor([position]), *cache, q_norm=weights[0], k_norm=weights[1], eps=1e-5
+        )  # fmt: skip
+    wanted = []
+    for i, product in enumerate(parts):
+        y = product.values.double() @ reference.hadamard(widths[i]) * product.output_scales.double()
+        y = (y if product.bias is None else y + product.bias.double()).view(m, -1, head_dim)
+        if i < 2:
+            weight = weights[i]
+            if weight is not None:
+                y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+            turned = torch.cat([-y[..., head_dim // 2 :], y[..., : head_dim // 2]], -1)
+            y = y * cos.double()[:, None] + turned * sin.double()[:, None]
+        wanted.append(y)
+    assert close(queries, wanted[0]), f"queries of {head_dim}"
+    for got, own in zip(cache, wanted[1:], strict=True):
+        own = own.view(texts, tokens, key_heads, head_dim).transpose(1, 2)
+        assert close(got[:, :, position : position + tokens], own), f"cache of {head_dim}"
+        rest = torch.cat([got[:, :, :position], got[:, :, position + tokens :]], 2)
+        assert (rest == 7).all(), "other rows of the cache"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    emulated_assembly.emulate_in_models()
+    check_rotation(5, 1536)  # three blocks of 512
+    check_rotation(2, 4096)
+    check_rotation(6, 768)  # three of 256
+    check_gate(5, 1536)
+    check_gate(3, 2048)
+    check_gate(5, 768)
+    check_gate(2, 512)
+    check_rope(2, 5, 16, 8, 64, norms=False)
+    check_rope(1, 3, 24, 8, 128, norms=True)  # three blocks of q
+    check_rope(1, 2, 4, 2, 256, norms=True)
+
+
+if __name__ == "__main__":
+    main()

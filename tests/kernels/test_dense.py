@@ -1,0 +1,113 @@
+"""What is between the products of many tokens: right, in the interpreter, and compiled for sm_90 without spills."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from requant_kernels.hadamard import warp
+from requant_kernels.step import dense_gate, dense_rope
+from requant_kernels.step.rotated import ASSEMBLY
+from requant_kernels.trellis.operands import ActivationForm, Product, Source
+
+from .compile_offline import Machine, compile_kernel, counts_instructions
+
+FLOAT16 = (
+    "gate_ptr", "up_ptr", "gate_scales_ptr", "up_scales_ptr", "input_scales_ptr", "q_ptr", "k_ptr", "v_ptr",
+    "q_scales_ptr", "k_scales_ptr", "v_scales_ptr", "y_ptr",
+)  # fmt: skip
+BFLOAT16 = ("x_ptr", "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr", "q_norm_ptr", "k_norm_ptr")
+NUMBERS = (
+    "tokens", "columns", "x_row", "y_row", "gate_row", "up_row", "length", "per_text", "trig_row", "cache_head",
+)  # fmt: skip
+ARGUMENTS = (
+    dict.fromkeys(FLOAT16, "*fp16") | dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(NUMBERS, "i32")
+    | {"position_ptr": "*i64", "eps": "fp32"}
+)  # fmt: skip
+BIASES = ("gate_bias_ptr", "up_bias_ptr", "q_bias_ptr", "k_bias_ptr", "v_bias_ptr")
+
+
+def test_beside_whole_matrices(interpreted) -> None:
+    interpreted("emulate_dense.py")
+
+
+def machine(kernel, **constants) -> Machine:
+    for option in ("num_warps", "num_stages"):
+        constants.pop(option, None)
+    return compile_kernel(
+        kernel, constants, capability=90, warps=warp.NUM_WARPS, pointers=ARGUMENTS,
+        absent=tuple(name for name in BIASES if name in kernel.arg_names), aligned=NUMBERS,
+    )  # fmt: skip
+
+
+def rotation(width: int) -> Machine:
+    return machine(warp.rotate_kernel, **warp.constants_of(width))
+
+
+def gate(width: int) -> Machine:
+    return machine(
+        dense_gate.dense_gate_kernel, **warp.constants_of(width), GATE_SCALE=128.0, UP_SCALE=1.0, ACTIVATION="silu",
+        OTHER=ASSEMBLY,
+    )  # fmt: skip
+
+
+def rope(q_width: int, k_width: int, head_dim: int) -> Machine:
+    row = q_width + 2 * k_width
+    sources = tuple((width, Source(splits=1, row_stride=row)) for width in (q_width, k_width, k_width))
+    shape = dense_rope.shape_of(head_dim, sources)
+    return machine(dense_rope.dense_rope_kernel, SHAPE=shape, ASM=warp.ASM)
+
+
+CASES = {  # what is compiled, its values a lane, most instructions for each
+    "rotation": (lambda: rotation(4096), 128, 11),
+    "rotation, blocks of 512": (lambda: rotation(13824), 16, 16),
+    "rotation, blocks of 256": (lambda: rotation(11008), 16, 17),
+    "gate, 8B": (lambda: gate(14336), 64, 28),
+    "gate, blocks of 4096": (lambda: gate(12288), 128, 29),
+    "gate, blocks of 256": (lambda: gate(11008), 16, 44),
+    "rope, 8B": (lambda: rope(4096, 1024, 128), 192, 20),
+}
+
+
+@counts_instructions
+@pytest.mark.parametrize("name", CASES)
+def test_everything_stays_in_registers(name: str) -> None:
+    compiled, values, instructions = CASES[name]
+    found = compiled()
+    assert found.stack == 0 and found.shared[0] == 0
+    assert sum(".128" in line for line in found.listing[0] if line.startswith("LDG")) >= values // 8
+    assert found.instructions <= instructions * values
+
+
+def product(values: torch.Tensor) -> Product:
+    return Product(values=values, output_scales=torch.ones(values.shape[-1]).half(), bias=None)
+
+
+def test_the_gate_takes_products_of_many_tokens() -> None:
+    """No split-K, no rows that do not begin at vectors, and not what the GEMM of fewer tokens reads."""
+    whole, form = torch.zeros(8, 4096 + 8).half(), ActivationForm(columns=4096)
+    good = product(whole[:, :4096])
+    assert dense_gate.supports(good, good, form)
+    assert not dense_gate.supports(good, good, ActivationForm(columns=4096, permute=True))
+    for bad in (whole[:, 1:4097], whole[None, :, :4096].expand(2, -1, -1), whole.float()[:, :4096]):
+        assert not dense_gate.supports(good, product(bad), form)
+
+
+@pytest.mark.parametrize(
+    ("m", "widths", "head_dim", "taken"),
+    [
+        (1025, (4096, 1024, 1024), 128, True),
+        (1025, (2048, 512, 512), 64, True),
+        (1024, (4096, 1024, 1024), 128, False),  # `rotated_rope.py`
+        (1025, (4096, 256, 256), 128, False),  # blocks of 256
+        (1025, (8192, 1024, 1024), 128, False),  # of 8192
+        (1025, (4096, 1024, 1024), 32, False),
+    ],
+)
+def test_rope_takes_products_of_many_tokens(
+    m: int, widths: tuple[int, ...], head_dim: int, taken: bool
+) -> None:
+    parts = [product(torch.zeros(1).half().expand(m, width)) for width in widths]
+    keys, cos = torch.zeros(1, 1, 1, head_dim).bfloat16(), torch.zeros(m, head_dim).bfloat16()
+    assert dense_rope.supports(parts, (None, None), keys, cos) == taken
+    assert not dense_rope.supports(parts, (None, None), keys, cos.float())
