@@ -104,8 +104,9 @@ def build(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 value = torch.randn(parameter.shape, device=device, dtype=parameter.dtype) * 0.02
-                # norms have ones: blocks that add next to nothing to x would hide what is wrong in them
-                value = torch.ones_like(value) if parameter.dim() == 1 else value
+                # Blocks that add next to nothing to x would hide what is wrong in them, as with norms of 0.02; with norms
+                # of 1, 32 random blocks amplify what bfloat16 rounds to more than fused steps may differ.
+                value = torch.full_like(value, 0.25) if parameter.dim() == 1 else value
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model.eval()
