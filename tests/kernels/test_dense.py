@@ -1,5 +1,7 @@
 """What is between the products of many tokens: right, in the interpreter, and compiled for sm_90 without spills."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,7 +90,8 @@ def test_the_gate_takes_products_of_many_tokens() -> None:
     whole, form = torch.zeros(8, 4096 + 8).half(), ActivationForm(columns=4096)
     good = product(whole[:, :4096])
     assert dense_gate.supports(good, good, form)
-    assert not dense_gate.supports(good, good, ActivationForm(columns=4096, permute=True))
+    for other in ("permute", "pair", "int8"):
+        assert not dense_gate.supports(good, good, replace(form, **{other: True}))
     for bad in (whole[:, 1:4097], whole[None, :, :4096].expand(2, -1, -1), whole.float()[:, :4096]):
         assert not dense_gate.supports(good, product(bad), form)
 

@@ -115,7 +115,7 @@ def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
     return (
         gate.values.dtype == up.values.dtype == torch.float16
         and gate.source.splits == up.source.splits == 1
-        and not form.permute
+        and not (form.permute or form.pair or form.int8)
         and warp.supports(width & -width)
         and warp.readable(*(each for own in (gate, up) for each in (own.values, own.output_scales, own.bias)))
     )
