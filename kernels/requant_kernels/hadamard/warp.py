@@ -40,8 +40,8 @@ NATURAL = (0, 1, 2)  # of g0 g1 g2, which of the bits 5 6 7
 def _mix_ptx() -> Ptx:
     """Eight values of a lane, of bits 0, 1 and the pairs' bit, from four pairs of float16 of bits 0 and 1.
 
-    Outputs: float32, the pairs' bit fastest, then 0, then 1. Inputs: pairs, bit 0 fastest; the signs of
-    the first product, and these negated, and of the second.
+    Outputs: float32, the pairs' bit fastest, then 0, then 1. Inputs: pairs, bit 0 fastest; the signs of the first product,
+    these negated, and both of the second.
     """
     ptx, types = PtxBuilder(), mma_k16_types("fp16")
     s, n, zeros, halves = "$12", "$13", ["0f00000000"] * 4, []
@@ -320,11 +320,16 @@ def pairs_of(values, DTYPE: tl.constexpr, ASM: tl.constexpr):
     return found
 
 
+def factor_of(block_size: int) -> float:
+    """What a transform leaves out."""
+    return (block_size // 256) ** -0.5
+
+
 def constants_of(width: int) -> dict[str, object]:
     """Of a kernel on rows of this many values. FACTOR: what a transform leaves out."""
     block_size = width & -width
     return {
-        "VECTORS": max(2, block_size // 256), "PAIRED": block_size == 256, "FACTOR": (block_size // 256) ** -0.5,
+        "VECTORS": max(2, block_size // 256), "PAIRED": block_size == 256, "FACTOR": factor_of(block_size),
         "WARPS": NUM_WARPS, "G": NATURAL, "ASM": ASM, "num_warps": NUM_WARPS, "num_stages": 1,
     }  # fmt: skip
 

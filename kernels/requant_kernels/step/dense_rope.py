@@ -229,7 +229,7 @@ def shape_of(head_dim: int, sources: tuple[tuple[int, Source], ...]) -> DenseRop
     q, k, v = (
         DensePart(
             blocks=width // (width & -width), vectors=(width & -width) // 256, row=source.row_stride // 8,
-            factor=((width & -width) // 256) ** -0.5 * source.scale, turns=index < 2, cached=index > 0,
+            factor=warp.factor_of(width & -width) * source.scale, turns=index < 2, cached=index > 0,
         )
         for index, (width, source) in enumerate(sources)
     )  # fmt: skip

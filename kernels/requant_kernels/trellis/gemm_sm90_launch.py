@@ -14,8 +14,8 @@ from requant_kernels.trellis.rounding import MAX_BITS
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Up to 64 tokens there
-    are two CTAs for every SM, and three with 64 tokens, fine codes and many columns, by the time of steps
-    (`eval/results/steps-h200.json`). Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
+    are two CTAs for every SM, and three with up to 16, and with 64 if codes are fine and columns many, by the time of
+    steps (`eval/results/steps-h200.json`). Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
     down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
     tokens, rows = max(16, min(256, m)), -(-n // ROWS) * ROWS
