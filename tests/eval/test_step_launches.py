@@ -8,6 +8,7 @@ import torch
 import typer
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, trellis_gemv
+from requant_kernels.trellis.operands import RotatedActivations
 
 from eval import step_launches
 from eval.step_launches import ChosenLaunches
@@ -55,6 +56,20 @@ def test_kernels_get_the_chosen_launch_until_the_end(monkeypatch: pytest.MonkeyP
         gemv.product(x, layout, rule)
     gemv.product(x, layout, rule)
     assert [config.num_warps for config in seen] == [2, rule.num_warps]
+
+
+def test_a_head_gets_the_chosen_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = pytest.importorskip("requant_kernels.trellis.gemv_group")
+    from requant.inference import trellis_ends
+
+    seen: list[Any] = []
+    monkeypatch.setattr(group, "multiply_bands", lambda y, layouts, configs, dtype: seen.append(configs))
+    y = RotatedActivations(values=torch.zeros(1, 256), scales=None)
+    rule = [TrellisGemvConfig(), TrellisGemvConfig()]
+    for of in ({"head": (2, 4, 1, False)}, {"down": (2, 4, 1, False)}):
+        with ChosenLaunches(hidden=256, sequences=1, device=CPU, of=of).applied():
+            trellis_ends.multiply_bands(y, [matrix(512, 256), matrix(512, 256)], rule, torch.float16)
+    assert [config.num_warps for config in seen[0]] == [2, 2] and seen[1] == rule
 
 
 @pytest.mark.parametrize(

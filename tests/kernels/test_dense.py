@@ -33,11 +33,11 @@ def test_beside_whole_matrices(interpreted) -> None:
     interpreted("emulate_dense.py")
 
 
-def machine(kernel, **constants) -> Machine:
+def machine(kernel, *, capability: int = 90, **constants) -> Machine:
     for option in ("num_warps", "num_stages"):
         constants.pop(option, None)
     return compile_kernel(
-        kernel, constants, capability=90, warps=warp.NUM_WARPS, pointers=ARGUMENTS,
+        kernel, constants, capability=capability, warps=warp.NUM_WARPS, pointers=ARGUMENTS,
         absent=tuple(name for name in BIASES if name in kernel.arg_names), aligned=NUMBERS,
     )  # fmt: skip
 
@@ -46,10 +46,10 @@ def rotation(width: int) -> Machine:
     return machine(warp.rotate_kernel, **warp.constants_of(width))
 
 
-def gate(width: int) -> Machine:
+def gate(width: int, capability: int = 90) -> Machine:
     return machine(
-        dense_gate.dense_gate_kernel, **warp.constants_of(width), GATE_SCALE=128.0, UP_SCALE=1.0, ACTIVATION="silu",
-        OTHER=ASSEMBLY,
+        dense_gate.dense_gate_kernel, capability=capability, **warp.constants_of(width), GATE_SCALE=128.0,
+        UP_SCALE=1.0, ACTIVATION="silu", OTHER=ASSEMBLY,
     )  # fmt: skip
 
 
@@ -79,6 +79,12 @@ def test_everything_stays_in_registers(name: str) -> None:
     assert found.stack == 0 and found.shared[0] == 0
     assert sum(".128" in line for line in found.listing[0] if line.startswith("LDG")) >= values // 8
     assert found.instructions <= instructions * values
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+def test_other_gpus_have_the_instructions(capability: int) -> None:
+    found = gate(2048, capability)
+    assert found.stack == 0 and found.opcodes["HMMA"] == 96
 
 
 def product(values: torch.Tensor) -> Product:
