@@ -5,7 +5,7 @@
 
 `c(b)` is the method's error at b bits and `A_m` the loss that one unit of error in matrix m causes (`predictors.py`): the
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). w_m is the share of the loss that remains if later
-training repairs a part of it (`run/rounds.py`), otherwise 1. HiGHS solves the integer program exactly
+training repairs a part of it (`run/rounds.py`), otherwise 1. HiGHS solves the integer program to within GAP
 (`scipy.optimize.milp`). If there are few matrices, or many equal ones, the best choice may leave more than TOLERANCE of
 the budget unspent; then the best choice among those that do spend it is taken.
 """
@@ -25,6 +25,7 @@ from requant.errors import RecipeError, RequantError
 TOLERANCE = 0.005  # of the budget: what may stay unspent
 OTHER_BUDGETS = (2 / 3, 5 / 6, 7 / 6, 4 / 3)  # times the budget: their predicted losses are reported too
 SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
+GAP = 1e-4  # of the loss: how far from the best a choice may be. Predicted losses are off by a thousand times as much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +133,7 @@ def _solved(
                 LinearConstraint(once, 1, 1),  # type: ignore[arg-type]
                 LinearConstraint(cost[None], need, most),  # type: ignore[arg-type]
             ],
-            options={"mip_rel_gap": 1e-7, "time_limit": SECONDS},
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         if found.x is None:
             if found.status == 2:  # infeasible
