@@ -1,13 +1,12 @@
 """Samples of text written by the original and by the quantized model, for the report.
 
-Each prompt is the first 24 tokens of a window of the evaluation text, continued by 40 tokens. Decoding is greedy, so the
-same run writes the same text; with several processes each continues its share of the prompts. Samples are an illustration;
-KL is the measurement.
+Each prompt is the first 24 tokens of a window of the evaluation text, continued by 40 tokens, all of them at once. Decoding
+is greedy, so the same run writes the same text, in every process. Samples are an illustration; KL is the measurement.
 """
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from requant import ranks
 from requant.errors import first_line, is_out_of_memory
 from requant.inference.decode import Decoder
 
@@ -63,10 +61,10 @@ def write_samples(
         return []
     apply_weights(False)
     try:
-        written = [continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)]
+        before = continued(model, tokenizer, prompts)
     # the run need not end for an illustration, which a few models of transformers cannot write
     except Exception as error:
-        if is_out_of_memory(error) or ranks.world_size() > 1:
+        if is_out_of_memory(error):
             raise
         logger.warning(
             "the report has no samples: %s cannot go on token by token (%s).",
@@ -75,9 +73,8 @@ def write_samples(
         )
         apply_weights(True)
         return []
-    before = ranks.merged(written)
     apply_weights(True)
-    after = ranks.merged([continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)])
+    after = continued(model, tokenizer, prompts)
     return [
         Sample(prompt=str(tokenizer.decode(prompt)), before=original, after=quantized)
         for prompt, original, quantized in zip(prompts, before, after, strict=True)
@@ -91,14 +88,18 @@ def sample_prompts(windows: Int64[Tensor, "s t"], count: int) -> list[list[int]]
     return [windows[index * len(windows) // count, :length].tolist() for index in range(count)]
 
 
-def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
-    """The greedy continuation as text, up to NEW_TOKENS or the end-of-text token."""
-    decoder = Decoder(model, length=len(prompt) + NEW_TOKENS, graph=False, kernel_attention=False)
-    logits = decoder.prefill(torch.tensor([prompt], device=model.device))
-    written: list[int] = []
-    while len(written) < NEW_TOKENS:
-        written.append(int(logits[0].argmax()))
-        if written[-1] == tokenizer.eos_token_id:
-            break
-        logits = decoder.step()
-    return str(tokenizer.decode(prompt + written)).removeprefix(str(tokenizer.decode(prompt)))
+def continued(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]]
+) -> list[str]:
+    """The greedy continuations of prompts of one length as text, up to NEW_TOKENS or the end-of-text token."""
+    decoder = Decoder(model, length=len(prompts[0]) + NEW_TOKENS, graph=False, kernel_attention=False)
+    steps = [decoder.prefill(torch.tensor(prompts, device=model.device)).argmax(-1).tolist()]
+    end = tokenizer.eos_token_id
+    while len(steps) < NEW_TOKENS and not all(end in row for row in zip(*steps, strict=True)):
+        steps.append(decoder.step().argmax(-1).tolist())
+    texts = []
+    for prompt, row in zip(prompts, zip(*steps, strict=True), strict=True):
+        written = [*row[: row.index(end) + 1]] if end in row else [*row]
+        text = str(tokenizer.decode(prompt + written))
+        texts.append(text.removeprefix(str(tokenizer.decode(prompt))))
+    return texts

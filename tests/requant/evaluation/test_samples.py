@@ -27,13 +27,18 @@ def test_prompts_are_spread_over_the_text() -> None:
 
 
 def test_greedy_as_transformers_writes(trained_model, tokenizer, tiny_windows) -> None:
-    prompt = sample_prompts(tiny_windows, 1)[0]
-    text = continued(trained_model, tokenizer, prompt)
-    expected = trained_model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=256
-    )[0]
-    assert text == tokenizer.decode(expected).removeprefix(tokenizer.decode(prompt)) and text
-    assert text == continued(trained_model, tokenizer, prompt)
+    prompts = sample_prompts(tiny_windows, 3)
+    texts = continued(trained_model, tokenizer, prompts)
+    for prompt, text in zip(prompts, texts, strict=True):
+        expected = trained_model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=256,
+        )[0]
+        assert text == tokenizer.decode(expected).removeprefix(tokenizer.decode(prompt)) and text
+    assert texts == continued(trained_model, tokenizer, prompts)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_before_and_after(trained_model, tokenizer, tiny_windows) -> None:
     assert first.before != first.after
     assert first.prompt == tokenizer.decode(sample_prompts(tiny_windows, 2)[0])
     place(False)
-    assert first.before == continued(trained_model, tokenizer, sample_prompts(tiny_windows, 2)[0])
+    assert first.before == continued(trained_model, tokenizer, sample_prompts(tiny_windows, 2))[0]
     assert write_samples(trained_model, tokenizer, tiny_windows, place, count=0) == []
     assert order == [False, True, False]
 
@@ -85,10 +90,16 @@ def test_the_end_of_the_text_ends_it(tiny_model, tokenizer) -> None:
     model.register_forward_hook(lambda *_: steps.append(1))
     model.lm_head.weight.zero_()
     model.model.embed_tokens.weight[:] = 1.0
-    continued(model, tokenizer, [65, 66])
-    assert len(steps) == NEW_TOKENS + 1  # every logit is zero, and token 0 no end
+    continued(model, tokenizer, [[65, 66]])
+    assert len(steps) == NEW_TOKENS  # every logit is zero, and token 0 no end
     steps.clear()
     hidden = model.model(torch.tensor([[65, 66]])).last_hidden_state[0, -1]
     model.lm_head.weight[tokenizer.eos_token_id] = hidden
-    continued(model, tokenizer, [65, 66])
-    assert len(steps) == 1
+    (text,) = continued(model, tokenizer, [[65, 66]])
+    assert len(steps) == 1 and text == tokenizer.decode([tokenizer.eos_token_id])
+    # one that ends goes on unread while another is written
+    model.model.embed_tokens.weight[67, ::2] = -1.0
+    other = model.model(torch.tensor([[65, 67]])).last_hidden_state[0, -1]
+    model.lm_head.weight[tokenizer.eos_token_id] = hidden - other
+    texts = continued(model, tokenizer, [[65, 66], [65, 67]])
+    assert texts[0] == text and texts[1] == continued(model, tokenizer, [[65, 67]])[0] != text
