@@ -26,7 +26,7 @@ give the same floats bit for bit:
 (The weight function may round differently; so may slices of a trellis, since they rotate other sizes.)
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -79,6 +79,21 @@ class QuantizedWeight:
             sparse, residuals = present.pack()
         stored = {suffix: tensor.detach().cpu() for suffix, tensor in (tensors | residuals).items()}
         return PackedSpec(dense=dense, sparse=sparse), stored
+
+
+class DecodedOnce(QuantizedWeight):
+    """The same, but its floats stay where they were first asked for: whoever gets them must not change them."""
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> "DecodedOnce":
+        return cls(dense=weight.dense, sparse=weight.sparse)
+
+    def dequantize(self) -> Float[Tensor, "n k"]:
+        return self._floats
+
+    @cached_property
+    def _floats(self) -> Tensor:
+        return super().dequantize()
 
 
 def with_residuals(
@@ -254,12 +269,24 @@ def weight_of(
     return dense.index_put((decoded[ROWS], decoded[COLUMNS]), params["values"], accumulate=True)
 
 
-def weight_function(
-    weight: QuantizedWeight, dtype: torch.dtype = torch.float32
-) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-    """Trainable parameters -> float weight; what does not depend on them is decoded once."""
-    decoded = decode(weight, dtype)
-    return lambda params: weight_of(weight, decoded, params)
+@dataclass(frozen=True, kw_only=True)
+class WeightFunction:
+    """Trainable parameters -> float weight, differentiable; what does not depend on them is decoded already."""
+
+    weight: QuantizedWeight
+    decoded: Mapping[str, Tensor]
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        return weight_of(self.weight, self.decoded, params)
+
+    def scaled_rows(self, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """As `Container.scaled_rows`; none where there are residuals too."""
+        return [] if ROWS in self.decoded else self.weight.dense.scaled_rows(self.decoded, params)
+
+
+def weight_function(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> WeightFunction:
+    """The function of the parameters that `trainable_params` gives, its floats in `dtype`."""
+    return WeightFunction(weight=weight, decoded=decode(weight, dtype))
 
 
 def _present(sparse: Sparse | None) -> Sparse | None:

@@ -46,6 +46,7 @@ from requant.recipe.options import Options
 from requant.recipe.python_call import recipe_for
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, Weights
+from requant.run.decoded_once import decoded_once
 from requant.run.quantize_linears import quantize_linears
 from requant.run.stage_cache import load_stage, save_stage
 from requant.run.statistics import share_statistics
@@ -127,18 +128,19 @@ def quantize(
         if recipe.finetune.trains and recipe.mode != "sparse":
             weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
         progress.enter("diagnosis")
+        measured = decoded_once(run, weights)
         diagnosis = diagnose(
             run,
-            weights,
+            measured,
             diagnosed_windows(run.windows),
             names=("gradient", "hessian", "pqi"),
             embedding_and_head=embedding_and_head,
             by_matrix=True,
         )
         progress.enter("evaluation")
-        before, after = evaluate(run, prepared, weights, embedding_and_head)
+        before, after = evaluate(run, prepared, measured, embedding_and_head)
         progress.enter("samples")
-        samples = _samples(run, prepared, weights, embedding_and_head)
+        samples = _samples(run, prepared, measured, embedding_and_head)
         return QuantizedModel(
             prepared=dataclasses.replace(prepared, loaded=None),
             weights=weights,

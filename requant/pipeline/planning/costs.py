@@ -19,6 +19,7 @@ from requant.evaluation.diagnosis import DIAGNOSED_TOKENS
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
+from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget, siblings
 from requant.pipeline.planning.rates import (
     ADAM_SECONDS,
@@ -48,6 +49,7 @@ from requant.pipeline.preparation.prepare import Prepared
 from requant.pipeline.preparation.shape_bytes import hosted_bytes, parameter_bytes
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
+from requant.run.decoded_once import keeps_floats
 from requant.sensitivity.pqi import NODES
 
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
@@ -180,10 +182,19 @@ class Costs:
             return 0.0
         return times * sum(target.size for target in self.prepared.targets) * DECODE_SECONDS
 
+    @property
+    def keeps_floats(self) -> bool:
+        """Whether codes are decoded once for all that is measured (`run/decoded_once.py`)."""
+        weights = sum(target.size for target in self.prepared.targets)
+        memory = total_memory(torch.device(self.device))
+        return keeps_floats(weights, memory, hosted=bool(self.prepared.hosted))
+
     def decodings_of_diagnosis(self) -> float:
-        """How many times a GPU dequantizes all codes: for the step that the gradients of every batch are multiplied by,
-        at every node of PQI, for each kind of dF, and to leave the model quantized."""
+        """How many times a GPU dequantizes all codes: once if it keeps their floats, else for the step that the gradients of
+        every batch are multiplied by, at every node of PQI, for each kind of dF, and to leave the model quantized."""
         prepared, gpus = self.prepared, count_gpus(self.prepared)
+        if self.keeps_floats:
+            return 1
         count, length = prepared.windows.shape
         count = min(count, max(1, DIAGNOSED_TOKENS // length))
         at_once = tokens_at_once(prepared.model, count, length, gpu=True, gradients=True) // length

@@ -158,5 +158,5 @@ def _diagnosis(costs: Costs) -> Stage:
 
 
 def _evaluation(costs: Costs) -> Stage:
-    seconds = 2 * costs.forward(costs.prepared.eval_windows.numel()) + costs.decoding(1)
+    seconds = 2 * costs.forward(costs.prepared.eval_windows.numel()) + costs.decoding(not costs.keeps_floats)
     return Stage(name="evaluation", kind="evaluation", seconds=seconds)

@@ -160,6 +160,7 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
     results = json.loads((ROOT / "eval" / "results" / "speed-8b-h100.json").read_text())
     took = {stage["name"]: stage["seconds"] for stage in results["run_8b_2_gpus"]["stages"]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("requant.models.devices.H200_MEMORY", 80 * 2**30)  # which keep no floats
     source = save_shape("8b", tmp_path)
     recipe = dataclasses.replace(
         default_recipe(source, None, gpu=True), budget=Budget(bits=2.0), finetune=Finetune(steps=16)
@@ -198,13 +199,14 @@ def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch
     assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / results["peak_bytes"] <= 1.15
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host, kept", [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_diagnosis_decodes_as_often_as_planned(
-    tiny_folder, tiny_text_file: Path, hosted, monkeypatch, on_host: bool, steps: int
+    tiny_folder, tiny_text_file: Path, hosted, monkeypatch, on_host: bool, kept: bool, steps: int
 ) -> None:
-    """All weights, counted in a run of two batches; and another time in the evaluation."""
+    """All weights, counted in a run of two batches; and another time in the evaluation, unless the floats are kept."""
     hosted(on_host)
+    monkeypatch.setattr("requant.run.decoded_once.KEPT", 0.25 if kept or on_host else 0.0)
     monkeypatch.setattr("requant.calibration.batches._windows_at_once", lambda *_, **__: 32)
     finetune = Finetune(steps=steps, tokens_per_step=32)
     calibration, evaluation = Calibration(num_samples=64, seq_len=32), Evaluation(context=32, samples=0)
@@ -234,4 +236,4 @@ def test_a_diagnosis_decodes_as_often_as_planned(
         Costs(result.prepared, result.recipe, "cpu"),
         sum(t.size for t in result.prepared.targets),
     )
-    assert found == {"diagnose": costs.decodings_of_diagnosis() * weights, "evaluate": weights}
+    assert found == {"diagnose": costs.decodings_of_diagnosis() * weights, "evaluate": 0 if kept else weights}
