@@ -62,14 +62,6 @@ class MaskedDecayAdam:
             second.mul_(BETAS[1]).addcmul_(squared, squared, value=1 - BETAS[1])
             tensor -= group["lr"] / first_bias * direction / ((second / second_bias).sqrt() + EPSILON)
 
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if set_to_none:
-                    tensor.grad = None
-                elif tensor.grad is not None:
-                    tensor.grad.zero_()
-
 
 def _rms(tensor: Tensor) -> Tensor:
     return tensor.square().mean().sqrt()

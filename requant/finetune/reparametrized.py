@@ -6,9 +6,10 @@ from torch import nn
 
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.finetune.decoded_block import DecodedBlock
+from requant.finetune.scaled_rows import ScaledRows
 from requant.finetune.step import ReparametrizedWeight
 from requant.formats.contract import TrainableParams
-from requant.formats.quantized_weight import weight_function
+from requant.formats.quantized_weight import WeightFunction, weight_function
 from requant.models.targets import QuantTarget
 from requant.run.context import RunContext, Weights
 
@@ -22,12 +23,16 @@ def reparametrized_weights(
 
     def derive(target: QuantTarget) -> ReparametrizedWeight:
         weight, params = weights[target.name], trainable[target.name]
-        if target.hosted is None:
-            floats = weight_function(weight, target.parameter.dtype)
+        if target.hosted is not None:
+            floats, rows = block.weight_function(target, weight), []
         else:
-            floats = block.weight_function(target, weight)
+            floats = weight_function(weight, target.parameter.dtype)
+            rows = [] if target.transposed else _scaled_rows(floats, params)
         return ReparametrizedWeight(
-            parameter=target.parameter, value=lambda: target.oriented(floats(params)), hosted=target.hosted
+            parameter=target.parameter,
+            value=lambda: target.oriented(floats(params)),
+            hosted=target.hosted,
+            rows=rows,
         )
 
     return list(map(derive, targets))
@@ -40,6 +45,12 @@ def reparametrized_tables(
 
     def derive(name: str, parameter: nn.Parameter) -> ReparametrizedWeight:
         floats, params = weight_function(tables.weights[name]), trainable[name]
-        return ReparametrizedWeight(parameter=parameter, value=lambda: floats(params))
+        return ReparametrizedWeight(
+            parameter=parameter, value=lambda: floats(params), rows=_scaled_rows(floats, params)
+        )
 
     return [derive(name, parameter) for name, parameter in tables.parameters.items() if name in trainable]
+
+
+def _scaled_rows(floats: WeightFunction, params: TrainableParams) -> list[ScaledRows]:
+    return [ScaledRows(scales=scales, unscaled=unscaled) for scales, unscaled in floats.scaled_rows(params)]

@@ -14,14 +14,15 @@ micro-batches. So the model consists of plain modules, which a compiler can fuse
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
 few eager steps, which initialize libraries and the optimizer's state, three graphs are captured: the gradients of a
 micro-batch of each shape, the chain rule, and the update. From then on gradients and learning rates stay at fixed
-addresses, and a step copies its inputs and replays the graphs. The sums over ranks come before the updates and are in no
-graph. Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager. If memory runs out,
-micro-batches are halved once, and the log says so.
+addresses, and a step copies its inputs and replays the graphs. Gradients of the first micro-batch overwrite those of the
+step before, which costs nothing; to set them to zero and add to them would be 16 bytes of traffic for every weight. The
+sums over ranks come before the updates and are in no graph. Tensors on a CPU or on several GPUs, and models that cannot be
+captured, stay eager. If memory runs out, micro-batches are halved once, and the log says so.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,10 +34,12 @@ from torch import Tensor
 from requant import ranks
 from requant.errors import is_out_of_memory
 from requant.finetune.divided import in_parts, started_sum
+from requant.finetune.scaled_rows import ScaledRows
 from requant.models.hosted import HostedMatrix
 from requant.models.mixed_precision import PRODUCTS
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
+Shapes = tuple[torch.Size, ...]
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
 OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
 EAGER_STEPS = 3  # before the capture
@@ -60,15 +63,19 @@ class ReparametrizedWeight:
     parameter: Tensor
     value: Callable[[], Tensor]  # in the parameter's shape, differentiable
     hosted: HostedMatrix | None = None  # where nothing keeps the parameter's memory between its uses
+    rows: Sequence[ScaledRows] = ()  # the same value, where it is such rows, one below the other
 
     @torch.no_grad()
     def apply(self) -> None:
         """Write the function's value into the parameter; into a hosted one when its block is called."""
         hosted = self.hosted
-        if hosted is None:
-            self.parameter.copy_(self.value())
-        else:
+        if hosted is not None:
             hosted.set_source(lambda: hosted.oriented(self.value()))
+        elif self.rows:
+            for own, part in self._parts(self.parameter):
+                own.write(part)
+        else:
+            self.parameter.copy_(self.value())
 
     @torch.no_grad()
     def allocate(self, dtype: torch.dtype) -> None:
@@ -80,9 +87,18 @@ class ReparametrizedWeight:
 
     def backward(self) -> None:
         """The chain rule: propagate the parameter's gradient to the trainable tensors."""
-        if self.parameter.grad is not None:
+        gradient = self.parameter.grad
+        if gradient is None:
+            return
+        if self.rows:
+            for own, part in self._parts(gradient):
+                own.add_gradient(part)
+        else:
             value = self.value()
-            value.backward(self.parameter.grad.to(value.dtype))
+            value.backward(gradient.to(value.dtype))
+
+    def _parts(self, tensor: Tensor) -> Iterator[tuple[ScaledRows, Tensor]]:
+        return zip(self.rows, tensor.detach().split([len(own.scales) for own in self.rows]), strict=True)
 
 
 def adam(groups: list[dict[str, Any]], captures: bool) -> torch.optim.Adam:
@@ -118,7 +134,8 @@ class TrainingStep:
         ]
         self.parts = in_parts(self.tensors, PARTS if ranks.world_size() > 1 else 1)
         self.optimizers = [optimizer(groups[part], self.captures) for part in self.parts]
-        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
+        # of a micro-batch: whether it is the first of its step, and its shapes
+        self.graphs: dict[tuple[bool, Shapes], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
         # of the chain rule, and of the update of each part
         self.updates: tuple[Callable[[], None], Sequence[Callable[[], None]]] | None = None
         self.steps = 0
@@ -134,14 +151,12 @@ class TrainingStep:
         if self.captures and self.steps == EAGER_STEPS:
             self._capture(micro_batches)
         try:
-            for micro_batch in micro_batches:
-                self._add_gradients(micro_batch)
+            self._compute_gradients(micro_batches)
         except (RuntimeError, MemoryError) as error:
             if self.halves or self.graphs or not is_out_of_memory(error):
                 raise
             self._halve()
-            for micro_batch in _halved(micro_batches):
-                self._add_gradients(micro_batch)
+            self._compute_gradients(_halved(micro_batches))
         chain_rule, updates = self.updates or (self._chain_rule, self._updates())
         chain_rule()
         sums = deque(self._started_sum(part) for part in self.parts[:STARTED])
@@ -150,6 +165,8 @@ class TrainingStep:
             if following < len(self.parts):
                 sums.append(self._started_sum(self.parts[following]))
             update()
+        if self.updates is None:
+            self._drop_gradients()
         self.steps += 1
 
     def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
@@ -177,9 +194,17 @@ class TrainingStep:
     def close(self) -> None:
         """Free gradients and graphs."""
         self.graphs, self.updates = {}, None
-        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
-            tensor.grad = None
+        self._drop_gradients()
+        for tensor in self._differentiated:
             tensor.requires_grad_(False)
+
+    @property
+    def _differentiated(self) -> list[Tensor]:
+        return [*self.tensors, *(weight.parameter for weight in self.derived)]
+
+    def _drop_gradients(self) -> None:
+        for tensor in self._differentiated:
+            tensor.grad = None
 
     def _set_lrs(self, lr_factor: float) -> None:
         if self.captures:
@@ -192,23 +217,28 @@ class TrainingStep:
     def _halve(self) -> None:
         """Drop the gradients of a step that memory did not suffice for, and halve micro-batches from now on."""
         self.halves = True
-        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
-            tensor.grad = None
+        self._drop_gradients()
         if self.captures:
             torch.cuda.empty_cache()
         logger.warning(
             "memory ran out in training: from now on half as many windows go through the model at once"
         )
 
-    def _add_gradients(self, micro_batch: MicroBatch) -> None:
-        captured = self.graphs.get(_shapes(micro_batch))
-        if captured is None:
-            self.loss(*micro_batch).backward()
-            return
-        graph, static_inputs = captured
-        for static_input, tensor in zip(static_inputs, micro_batch, strict=True):
-            static_input.copy_(tensor)
-        graph.replay()
+    def _compute_gradients(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The sum over the micro-batches; what gradients hold is lost."""
+        kinds = [(index == 0, _shapes(each)) for index, each in enumerate(micro_batches)]
+        if self.updates is not None and (not kinds or kinds[0] not in self.graphs):
+            for tensor in self._differentiated:  # their addresses stay
+                if tensor.grad is not None:
+                    tensor.grad.zero_()
+        for kind, micro_batch in zip(kinds, micro_batches, strict=True):
+            if kind not in self.graphs:
+                self.loss(*micro_batch).backward()
+                continue
+            graph, static_inputs = self.graphs[kind]
+            for static_input, tensor in zip(static_inputs, micro_batch, strict=True):
+                static_input.copy_(tensor)
+            graph.replay()
 
     def _chain_rule(self) -> None:
         for weight in self.derived:
@@ -228,32 +258,34 @@ class TrainingStep:
     def _update(self, index: int) -> None:
         """Of a part; with the last the derived weights follow."""
         self.optimizers[index].step()
-        self.optimizers[index].zero_grad(set_to_none=not self.captures)
-        if index + 1 < len(self.parts):
-            return
-        for weight in self.derived:
-            weight.apply()
-            if self.captures and weight.parameter.grad is not None:
-                weight.parameter.grad.zero_()
-            else:
-                weight.parameter.grad = None
+        if index + 1 == len(self.parts):
+            for weight in self.derived:
+                weight.apply()
 
     def _capture(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Capture the gradients of each shape of micro-batch, the chain rule and the update; capturing computes nothing."""
+        """Capture the gradients of each kind of micro-batch, the chain rule and the update; capturing computes nothing.
+
+        The first micro-batch finds no gradients, so it allocates them, and its graph writes where they are.
+        """
         pool = torch.cuda.graph_pool_handle()
         try:
-            for micro_batch in micro_batches:
-                if _shapes(micro_batch) in self.graphs:
+            for index, micro_batch in enumerate(micro_batches):
+                kind = index == 0, _shapes(micro_batch)
+                if kind in self.graphs:
                     continue
                 graph, static_inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in micro_batch)
                 with torch.cuda.graph(graph, pool=pool):
                     self.loss(*static_inputs).backward()
-                self.graphs[_shapes(micro_batch)] = graph, static_inputs
+                self.graphs[kind] = graph, static_inputs
             # where no weight is derived there is no chain rule, and torch warns of an empty graph
             chain_rule = _captured(self._chain_rule, pool) if self.derived else self._chain_rule
+            if ranks.world_size() > 1:  # another rank may have a gradient where this one has none
+                for tensor in self.tensors:
+                    gradient_of(tensor)
             updates = [_captured(update, pool) for update in self._updates()]
         except RuntimeError as error:
             self.graphs = {}
+            self._drop_gradients()
             logger.warning(
                 "a step of training cannot be captured as a CUDA graph, so it runs without: %s", error
             )
@@ -321,5 +353,5 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
-def _shapes(micro_batch: MicroBatch) -> tuple[torch.Size, ...]:
+def _shapes(micro_batch: MicroBatch) -> Shapes:
     return tuple(t.shape for t in micro_batch)

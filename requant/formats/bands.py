@@ -112,6 +112,15 @@ class Bands:
             ]
         )
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        found = [
+            part.scaled_rows(_of_part(decoded, index), _of_part(params, index))
+            for index, part in enumerate(self.parts)
+        ]
+        return [pair for own in found for pair in own] if all(found) else []
+
     def kernel_layout(self, csr: Any) -> Any:
         raise ValueError("bands have a layout each: multiply them one by one")
 

@@ -82,6 +82,11 @@ class Codebook:
     def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
         return params["levels"].gather(1, decoded["codes"].long())
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        return []
+
     def kernel_layout(self, csr: Any) -> CodebookLayout:
         return pack_codebook(self.codes, self.levels, bits=self.bits, sparse=csr)
 

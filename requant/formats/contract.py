@@ -79,6 +79,13 @@ class Container(Protocol):
         """The float weight from both, differentiable; of the container's own it reads no tensor."""
         ...
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Float[Tensor, " r"], Float[Tensor, "r k"]]]:
+        """Trainable `s` and decoded `U` of all rows from top to bottom, where `weight_of` is `s[:, None] * U`; none where it
+        is more than that."""
+        ...
+
     def kernel_layout(self, csr: Any) -> Any:
         """The layout of `requant_kernels`, with residuals `Sparse.csr()`; ValueError where no kernel takes it."""
         ...

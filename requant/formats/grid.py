@@ -122,6 +122,11 @@ class Grid:
         groups = torch.arange(unscaled.shape[1], device=unscaled.device) // self.group_size
         return unscaled * params["scales"][:, groups]
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        return []
+
     def kernel_layout(self, csr: Any) -> GridLayout:
         return pack_grid(
             self.codes,

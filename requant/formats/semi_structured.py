@@ -139,6 +139,11 @@ class SemiStructured:
             return scattered(params["kept"], decoded["patterns"])
         return scattered(decoded["unscaled"] * self._by_value(params["scales"]), decoded["patterns"])
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        return []
+
     def kernel_layout(self, csr: Any) -> Any:
         raise ValueError(
             f"no kernel multiplies 2:4 values of {self.bits} bits: load with dequantize=True, as large and as fast as the "

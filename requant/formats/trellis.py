@@ -178,6 +178,11 @@ class Trellis:
     def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
         return params["output_scales"][:, None] * decoded["unscaled"]
 
+    def scaled_rows(
+        self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        return [(params["output_scales"], decoded["unscaled"])]
+
     def kernel_layout(self, csr: Any) -> TrellisLayout:
         return pack_trellis(
             self.codes,

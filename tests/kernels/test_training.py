@@ -6,7 +6,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from requant_kernels.training import adam, divergence
+from requant_kernels.training import adam, divergence, scaled_rows
 
 from .compile_offline import compile_kernel
 
@@ -38,6 +38,18 @@ def test_adam_compiled_for_hopper_spills_nothing() -> None:
     )  # fmt: skip
     assert machine.stack == 0 and machine.registers <= 64
     assert machine.opcodes["LDG"] <= 12
+
+
+@pytest.mark.parametrize("name", ["scale_rows", "row_products"])
+def test_scaled_rows_compiled_for_hopper_spill_nothing(name: str) -> None:
+    ends = {"scale_rows": {"out_ptr": "*fp32", "scales_ptr": "*fp32", "unscaled_ptr": "*fp32"},
+            "row_products": {"sums_ptr": "*fp32", "left_ptr": "*fp32", "right_ptr": "*fp32"}}  # fmt: skip
+    machine = compile_kernel(
+        getattr(scaled_rows, f"{name}_kernel"), {"BLOCK_SIZE": scaled_rows.BLOCK_SIZE}, capability=90, dtype="fp32",
+        warps=4, pointers={**ends[name], "k": "i32"}, aligned=("k",),
+    )  # fmt: skip
+    assert machine.stack == 0 and machine.registers <= 64
+    assert machine.opcodes["LDG"] <= 9  # 16 bytes each, and a scale
 
 
 @pytest.mark.gpu

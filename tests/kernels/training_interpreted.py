@@ -4,6 +4,7 @@ import interpreter_fixes  # noqa: F401
 import torch
 from requant_kernels.training.adam import adam_step
 from requant_kernels.training.divergence import FORWARD_BLOCK, kl_divergence
+from requant_kernels.training.scaled_rows import BLOCK_SIZE, row_products, scale_rows
 from torch.nn import functional
 
 
@@ -36,6 +37,15 @@ def check_adam(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(own, torchs.detach(), rtol=0, atol=tolerance)
 
 
+def check_scaled_rows(n: int, k: int, dtype: torch.dtype) -> None:
+    scales, (unscaled, gradient) = torch.randn(n), torch.randn(2, n, k).to(dtype)
+    found = torch.empty_like(unscaled)
+    scale_rows(found, scales, unscaled)
+    assert torch.equal(found, (scales[:, None] * unscaled).to(dtype))
+    expected = (gradient.double() * unscaled).sum(1)
+    torch.testing.assert_close(row_products(gradient, unscaled).double(), expected, rtol=1e-4, atol=1e-4)
+
+
 torch.manual_seed(0)
 torch.set_num_threads(1)
 check_divergence(3, 5, 700)
@@ -43,3 +53,6 @@ check_divergence(2, 2 * FORWARD_BLOCK + 3)
 check_divergence(1, FORWARD_BLOCK)
 check_adam(torch.float32, 1e-6)
 check_adam(torch.float16, 1e-4)
+check_scaled_rows(3, 70, torch.float16)
+check_scaled_rows(2, BLOCK_SIZE, torch.float32)
+check_scaled_rows(2, BLOCK_SIZE + 5, torch.float32)

@@ -165,6 +165,10 @@ def test_untrained_parameters_leave_the_matrix_as_it_is(
     torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-6, atol=1e-7)
     floats.square().sum().backward()
     assert all(value.grad is not None and value.grad.any() for value in leaves.values())
+    rows = weight.dense.scaled_rows(decoded, leaves)
+    assert bool(rows) == all(type(band.dense).__name__ == "Trellis" for band in bands_of(weight))
+    if rows and weight.sparse is None:
+        assert torch.equal(torch.cat([scales[:, None] * unscaled for scales, unscaled in rows]), floats)
 
 
 @every_kind
