@@ -1,6 +1,5 @@
 """Weights of scaled rows, written and differentiated without autograd, are what autograd makes of them."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,22 +11,19 @@ from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.scaled_rows import ScaledRows
 from requant.finetune.step import ReparametrizedWeight
 from requant.formats.quantized_weight import trainable_params
+from requant.models.targets import QuantTarget
+from requant.run.context import RunContext
 
 
 def derived(weight: Any, dtype: torch.dtype, *, transposed: bool) -> tuple[ReparametrizedWeight, Any]:
     """A parameter that holds nothing yet, and the trainable floats from which it follows."""
     n, k = weight.shape
-    parameter = nn.Parameter(torch.empty((k, n) if transposed else (n, k), dtype=dtype))
-    target = SimpleNamespace(
-        name="matrix", parameter=parameter, hosted=None, transposed=transposed,
-        oriented=lambda tensor: tensor.T if transposed else tensor,
-    )  # fmt: skip
+    module = nn.Linear(*((n, k) if transposed else (k, n)), bias=False, dtype=dtype)
+    target = QuantTarget(name="matrix", kind="matrix", block=0, module=module, transposed=transposed)
+    run = RunContext.__new__(RunContext)  # of which nothing but its targets is read
+    object.__setattr__(run, "targets", [target])
     params = {name: value.requires_grad_() for name, value in trainable_params(weight).items()}
-    (found,) = reparametrized_weights(
-        SimpleNamespace(targets=[target]),  # type: ignore[arg-type]
-        {"matrix": weight},
-        {"matrix": params},
-    )
+    (found,) = reparametrized_weights(run, {"matrix": weight}, {"matrix": params})
     return found, params
 
 
