@@ -9,7 +9,8 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     + C (1 + 8)     codes; in float32 what they stand for before the scales, and gradients
                     + (O + R) / 2   on several GPUs: gradients rounded to 16 bits for their sum, of two parts of eight, and
                                     the largest tensor's, by which a part may be larger
-                    + its states    of the teacher, where they are kept on the device; an activation for every linear
+                    + its states    of the teacher, where they are kept on the device; an activation for every linear, or,
+                                    of a step that is one micro-batch, the gradients, if these are more
 
     block by block    8 O + 12 R + C (1 + e)    see `blockwise.py`
                     + R e                       the teacher's head
@@ -262,7 +263,11 @@ def _bytes_as_a_whole(
     if gpu and not at_least:
         at_once = windows_that_fit(device_memory - kept, a_token, length, settings)
     if at_once:
-        return kept + at_once * length * a_token
+        own = -(-settings.windows_of_step(count, length) // gpus)
+        activations = min(at_once, own) * length * a_token
+        # those of a step that is one micro-batch are made while its activations go
+        gradients = 4 * learning if at_once >= own else 0
+        return kept - gradients + max(gradients, activations)
     return kept + length * bytes_of_a_token(targets, of.vocabulary, device=device, compiled=False)
 
 
