@@ -23,6 +23,7 @@ from requant.pipeline.preparation.shape_bytes import (
 )
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
+from requant.run.decoded_once import keeps_floats
 from requant.run.side_by_side import at_once
 
 # Of a process on Linux, measured with the CPU build of torch 2.13
@@ -34,6 +35,8 @@ CHARACTER_BYTES_KEPT = 88  # of them, by the C library, after it has become toke
 
 def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
     """Model + the largest of {statistics, scores, evaluation, own text} + codes + originals (where they share memory).
+
+    While a result is measured its floats are kept, if memory is ample (`run/decoded_once.py`).
 
     Mode `paper` holds a float32 score per weight; other modes add up the scores of one matrix at a time, in three tensors
     of its size. Evaluation copies everything outside the blocks, and on a CPU keeps the original's last hidden states.
@@ -74,7 +77,10 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     if device != "cpu" and method.side_by_side:
         free = total_memory(torch.device(device)) - model - coding
         work *= at_once(prepared.targets, work, free)
-    at_work = codes + max(scores, evaluation, written) + memory.batch
+    weights = sum(target.size for target in prepared.targets)
+    ample = keeps_floats(weights, total_memory(torch.device(device)), hosted=prepared.hosted)
+    measured = max(scores, evaluation) + (4 * weights if ample else 0)
+    at_work = codes + max(measured, written) + memory.batch
     stages = model + max(at_work, collecting + memory.batch, coding + work)
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))

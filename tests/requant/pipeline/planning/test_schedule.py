@@ -214,6 +214,19 @@ def test_the_planned_memory_of_a_1b_shape_is_what_h200s_took(
     assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / measured <= 1.15
 
 
+def test_kept_floats_are_planned_where_nothing_else_takes_as_much(tmp_path: Path, monkeypatch) -> None:
+    """Of an 8B shape by a method without statistics: four bytes a weight, but where the GPU is too small to keep them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source, found = save_shape("8b", tmp_path), []
+    for kept in (0.25, 0.0):
+        monkeypatch.setattr("requant.run.decoded_once.KEPT", kept)
+        recipe = recipe_of("rtn")
+        shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+        found.append(expected_memory(shaped, shaped.recipe, "cuda"))
+    weights = sum(target.size for target in shaped.targets)
+    assert found[0] - found[1] == pytest.approx(4 * weights, rel=0.01)
+
+
 @pytest.mark.parametrize("on_host, kept", [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_diagnosis_decodes_as_often_as_planned(
