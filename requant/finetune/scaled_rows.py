@@ -2,7 +2,7 @@
 
     W_ij = s_i U_ij          dL/ds_i = sum_j dL/dW_ij U_ij
 
-By autograd a float32 weight costs 44 bytes of traffic in a step, for the product is made twice, copied, and multiplied with
+By autograd a float32 weight costs 40 bytes of traffic in a step, for the product is made twice, copied, and multiplied with
 the gradient before the sum; here it costs 16. On a GPU kernels do it (`requant_kernels/training/scaled_rows.py`), elsewhere
 torch.
 """

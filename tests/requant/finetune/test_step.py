@@ -166,11 +166,13 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
             for index in range(6):
                 torch.mul(step.full_lrs, 1 - index / 10, out=step.lrs)
                 monkeypatch.setattr(step, "_set_lrs", lambda _: None)
-                # at the end a rank without windows, whose gradients must not be those of the step before
-                given = [] if processes > 1 and index == 5 else [(part.roll(index, 0),) for part in parts]
+                # at the end a rank without windows, or shapes without a graph: nothing is left of the step before
+                given = [(part.roll(index, 0),) for part in parts]
+                if index == 5:
+                    given = [] if processes > 1 else [(part[:2],) for (part,) in given]
                 step(given, 1.0)
             # the first micro-batch, the second, the chain rule, and parts, which are tensors here
-            replays = [4 - processes, 4 - processes, 3] + [3] * processes
+            replays = [2, 2, 3] + [3] * processes
             assert [graph.replays for graph in FakeGraph.made] == (replays if captures else [])
             step.close()
         found.append([leaf.detach().clone() for leaf in trainables])
