@@ -59,7 +59,8 @@ class Choice:
 
 
 def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
-    """The choice of least weighted loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
+    """The choice of least weighted loss, to within GAP, whose bytes lie within `budget`, and above 99.5 % of it if any
+    choice does.
 
     Deterministic, whatever the order of `options`. An option with more bytes and no less loss is taken only to reach
     those 99.5 %. Raises RecipeError where even the smallest choice is too large.
