@@ -11,22 +11,28 @@ from requant_kernels.launch_config import ROWS, Launch, Shape, tiles_of
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config, configs, makes_sense
 from requant_kernels.trellis.rounding import MAX_BITS
 
+MANY = 4096  # rows, or columns
+
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Up to 64 tokens there
-    are two CTAs for every SM, and three with up to 16, and with 64 if codes are fine and columns many, by the time of
-    steps (`eval/results/steps-h200.json`). Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
-    down."""
+    are two CTAs for every SM, and three with up to 16, and with 64 if codes are fine and columns many; where rows are many
+    as well, five, of four warps with two tiles each, by the time of steps (`eval/results/steps-h200.json`). Above, a second
+    wave of few CTAs costs more than idle SMs, so splits are rounded down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
     tokens, rows = max(16, min(256, m)), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
-    per_sm = 3 if m <= 16 or (m == 64 and shape.bits > MAX_BITS and shape.k >= 4096) else 2
+    fine = m == 64 and shape.bits > MAX_BITS and shape.k >= MANY
+    large = fine and n >= MANY
+    per_sm = 5 if large else 3 if fine or m <= 16 else 2
     wanted = round(per_sm * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
     split_k = max(1, min(most, k_tiles, wanted))
     split_k = -(-k_tiles // -(-k_tiles // split_k))  # that have columns
+    two_tiles = large and split_k > 1
     return GemmSm90Config(
-        tokens_per_cta=tokens, num_warps=8, split_k=split_k, prefetch_at=2 if tokens == 256 else 0
-    )
+        tokens_per_cta=tokens, num_warps=4 if two_tiles else 8, tiles_per_warp=2 if two_tiles else 1, split_k=split_k,
+        prefetch_at=2 if tokens == 256 else 0,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
