@@ -176,6 +176,29 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
         assert sum(machine.shared) <= 227 << 10
 
 
+@pytest.mark.parametrize(
+    ("bits", "n", "k", "cta"),
+    [
+        (4, 4096, 4096, (4, 2)), (4.25, 4096, 14336, (4, 2)), (4.5, 4096, 4096, (8, 1)), (3.25, 4096, 4096, (8, 1)),
+        (4, 1024, 4096, (8, 1)), (4, 4096, 2048, (8, 1)), (4, 128256, 4096, (8, 1)),
+    ],
+)  # fmt: skip
+def test_large_products_of_64_tokens_and_fine_codes_have_four_warps(
+    bits: float, n: int, k: int, cta: tuple[int, int]
+) -> None:
+    """Where K is split; with more bits they would spill."""
+    config = gemm_sm90_launch.trellis_gemm_sm90(Shape("mul1", bits, n, k, 64), torch.device("cpu"))
+    assert (config.num_warps, config.tiles_per_warp) == cta
+    assert (config.split_k > 1) == (n < 100_000)
+
+
+@counts_instructions
+def test_at_most_bits_two_tiles_do_not_spill() -> None:
+    bits = gemm_sm90_launch.MOST_BITS_OF_TWO_TILES
+    machine = multiply_machine("mul1", bits, launch=(64, 4, 2, 0), whole=True)
+    assert machine.stack == 0 and machine.registers * 32 * 4 * 2 <= 65536  # two CTAs an SM
+
+
 @counts_instructions
 def test_a_product_that_waits_last_is_the_same_program() -> None:
     """All positions let the next launch start and wait for the previous one, once each; only where is different."""

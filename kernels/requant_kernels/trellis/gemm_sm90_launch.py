@@ -12,18 +12,20 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config, configs, mak
 from requant_kernels.trellis.rounding import MAX_BITS
 
 MANY = 4096  # rows, or columns
+MOST_BITS_OF_TWO_TILES = 4.25  # for 64 tokens: with more, a warp of two tiles spills registers
 
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Up to 64 tokens there
     are two CTAs for every SM, and three with up to 16, and with 64 if codes are fine and columns many; where rows are many
-    as well, five, of four warps with two tiles each, by the time of steps (`eval/results/steps-h200.json`). Above, a second
-    wave of few CTAs costs more than idle SMs, so splits are rounded down."""
+    as well, five, of four warps with two tiles each, by the time of steps (`eval/results/steps-h200.json`). These are not
+    resident together: an SM holds two. Above, a second wave of few CTAs costs more than idle SMs, so splits are rounded
+    down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
     tokens, rows = max(16, min(256, m)), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
     fine = m == 64 and shape.bits > MAX_BITS and shape.k >= MANY
-    large = fine and n >= MANY
+    large = fine and n >= MANY and shape.bits <= MOST_BITS_OF_TWO_TILES
     per_sm = 5 if large else 3 if fine or m <= 16 else 2
     wanted = round(per_sm * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
     split_k = max(1, min(most, k_tiles, wanted))
