@@ -193,9 +193,12 @@ def test_large_products_of_64_tokens_and_fine_codes_have_four_warps(
 
 
 @counts_instructions
-def test_at_most_bits_two_tiles_do_not_spill() -> None:
-    bits = gemm_sm90_launch.MOST_BITS_OF_TWO_TILES
-    machine = multiply_machine("mul1", bits, launch=(64, 4, 2, 0), whole=True)
+@pytest.mark.parametrize(
+    "bits", [gemm_sm90_launch.MOST_BITS_OF_TWO_TILES, *(pytest.param(b, marks=pytest.mark.slow) for b in (3.5, 3.75))]
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "odd"])
+def test_two_tiles_do_not_spill(bits: float, whole: bool) -> None:
+    machine = multiply_machine("mul1", bits, launch=(64, 4, 2, 0), whole=whole)
     assert machine.stack == 0 and machine.registers * 32 * 4 * 2 <= 65536  # two CTAs an SM
 
 
