@@ -221,6 +221,6 @@ TRELLIS = TableMethod(
     packed_spec=packed_spec,
     quantize=quantize,
     predicted_losses=predicted_losses,
-    # on a GPU as in runs of 8B and 70B shapes on two H100s (eval/results/speed-8b-h100.json)
-    seconds_per_weight={"cpu": trellis.METHOD.seconds_per_weight["cpu"], "cuda": 9e-8},
+    # on a GPU as long as searches for bands of 6.5, 5.5, 5 and 4.5 bits (eval/results/viterbi-h200.json), and a tenth more
+    seconds_per_weight={"cpu": trellis.METHOD.seconds_per_weight["cpu"], "cuda": 4e-8},
 )

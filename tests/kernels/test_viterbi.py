@@ -18,7 +18,7 @@ from requant.quantizers.viterbi import plain_paths
 from requant.formats.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi.gpu import viterbi_paths
 
-for name, bits in (("pair", 2.25), ("mul1", 2.25)):
+for name, bits in (("pair", 2.25), ("mul1", 2.25), ("mul1", 4.5), ("mul1", 5.5)):
     values = code_values(name)
     shifts = step_bits(bits, values.shape[1])
     targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
@@ -42,7 +42,7 @@ def test_interpreted_kernel_finds_the_paths_of_the_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("mul1", b) for b in (*range(1, 9), 2.25, 2.5, 3.75)]
+    [("mul1", b) for b in (*range(1, 9), 2.25, 2.5, 3.75, 4.5, 5.5, 6.5)]
     + [("3inst", 2)]
     + [("pair", b) for b in (1, 1.75, 2, 2.25, 2.5, 3, 4)],
 )

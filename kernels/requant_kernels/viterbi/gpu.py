@@ -13,11 +13,14 @@ A state's 16 bits are, from the highest, [ registers | thread | registers ]. The
 minimum over p stays inside a thread. The low ones, LOW of them, are among the newest `shift` bits, which do not affect the
 cost before the step: one read of shared memory serves 2^LOW states. The back-pointer travels in the low bits of its cost:
 costs are nonnegative, so their bit patterns compare like integers, and an argmin is one integer minimum. The back-pointers
-of a thread's u are packed into one word, 4 KB per step.
+of a thread's u are packed into one word, at most 4 KB per step.
 
 What matters most is that nothing spills beyond L1. Values of pairs stay in float16, two per register, until they are used,
 and are subtracted in that type (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.5 to 4.8
-times as long. A step takes about six machine instructions per state, nine if a state represents two weights.
+times as long. Next come instructions, of which a step takes five per state, eight if a state represents two weights: two for
+the cost, one for the back-pointer and half a one for the minimum are the least. So the mask that clears the low bits is an
+argument, for of two constants an instruction can hold one, and the index of the costs is a sum of what depends on the
+thread and what does not, so that an address is computed once.
 
 `_backtrack` follows the path backward, many sequences per CTA, because each of its loads depends on the previous one.
 """
@@ -47,9 +50,8 @@ PAIR_ERROR: tl.constexpr = tl.constexpr("""{
 UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits creates no NaN
 BACK_POINTER_BYTES = 1 << 31  # memory for the back-pointers of the sequences searched at once
 SEQUENCES_PER_CTA = 32  # in the backtracking
-WARPS = 32
-MOST_WORDS = 1024  # of back-pointers per step: one per thread
-REGISTER_BITS = 6  # of a state: 2^16 states over 32 warps
+MOST_WORDS = 1024  # of back-pointers per step
+WARPS = 32  # of the forward pass, at most
 
 
 @triton.jit
@@ -87,15 +89,20 @@ def _low_half(word):
 
 @triton.jit
 def _step(
-    cost, x, values, high, back_pointers, VECTOR: tl.constexpr, PTX: tl.constexpr,
-    SHIFT: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr,
+    cost, x, values, high, mask, back_pointers, VECTOR: tl.constexpr, PTX: tl.constexpr,
+    SHIFT: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """The costs after a step of SHIFT bits, indexed by the bits that the next step, of NEXT bits, keeps."""
+    """The costs after a step of SHIFT bits, indexed by the bits that the next step, of NEXT bits, keeps.
+
+    `mask` clears the bits that hold a back-pointer.
+    """
     CANDIDATES: tl.constexpr = 1 << NEXT
     WIDTH: tl.constexpr = 1 << (16 - NEXT)
-    total = _total(tl.gather(cost, high >> (SHIFT - LOW), 0)[None, :], x, values, VECTOR, PTX)
+    # high >> (SHIFT - LOW), as a sum over registers and threads
+    before = (high // THREADS * (THREADS >> (SHIFT - LOW))) + ((high & (THREADS - 1)) >> (SHIFT - LOW))
+    total = _total(tl.gather(cost, before, 0)[None, :], x, values, VECTOR, PTX)
     p = high >> (16 - NEXT - LOW)
-    tagged = (total.to(tl.int32, bitcast=True) & -CANDIDATES) | p[None, :]
+    tagged = (total.to(tl.int32, bitcast=True) & mask) | p[None, :]
     best = tl.min(tl.reshape(tagged, [1 << LOW, CANDIDATES, WIDTH >> LOW]), axis=1)
     # a thread has all u that agree in the middle bits: their back-pointers make one word
     FIELDS: tl.constexpr = WIDTH // WORDS >> LOW
@@ -105,10 +112,11 @@ def _step(
     return tl.reshape(tl.trans(best), [WIDTH]).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+# the compiler does not know the mask, nor that it is a multiple of 16
+@triton.jit(do_not_specialize=["mask"])
 def _forward(
-    targets, values, pinned, back_pointers, final, STEPS: tl.constexpr, VECTOR: tl.constexpr, SHIFTS: tl.constexpr,
-    LOW: tl.constexpr, WORDS: tl.constexpr, PINNED: tl.constexpr, PTX: tl.constexpr,
+    targets, values, pinned, back_pointers, final, mask, STEPS: tl.constexpr, VECTOR: tl.constexpr, SHIFTS: tl.constexpr,
+    LOW: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr, PINNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The forward pass of one sequence; grid: sequences. `final`: the costs after the last step."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -116,6 +124,9 @@ def _forward(
     FIRST_WIDTH: tl.constexpr = 1 << (16 - SHIFTS[0])
     high, low = tl.arange(0, 65536 >> LOW), tl.arange(0, 1 << LOW)
     state = (high << LOW)[None, :] + low[:, None]
+    if LOW == 0:
+        # Zero, which the compiler does not know: else a thread would load neighbours together, whose high bits are alike.
+        state += (mask >> 31) + 1
     of_states = tl.load(values + state)
     u = tl.arange(0, FIRST_WIDTH)
     if PINNED:
@@ -127,8 +138,8 @@ def _forward(
         for i in tl.static_range(PERIOD):
             at = sequence * STEPS + start + i
             now = _step(
-                now, targets + at * VECTOR, of_states, high, back_pointers + at * WORDS,
-                VECTOR, PTX, SHIFTS[i], SHIFTS[(i + 1) % PERIOD], LOW, WORDS,
+                now, targets + at * VECTOR, of_states, high, mask, back_pointers + at * WORDS,
+                VECTOR, PTX, SHIFTS[i], SHIFTS[(i + 1) % PERIOD], LOW, WORDS, THREADS,
             )  # fmt: skip
         cost = now
     tl.store(final + sequence * FIRST_WIDTH + u, cost)
@@ -196,7 +207,7 @@ def viterbi_paths(
         launch(
             _forward,
             (size, 1, 1),
-            (part, table, part if ends is None else ends, back_pointers, final),
+            (part, table, part if ends is None else ends, back_pointers, final, -1 << max(shifts)),
             forward,
         )
         if ends is None:
@@ -214,8 +225,28 @@ def _constants(
 
     LOW: the more low bits of a state a thread has all values of, the fewer reads, as long as the high ones hold all p.
     """
-    most = max(shifts)
-    low, words = max(0, min(min(shifts), REGISTER_BITS - most)), min(MOST_WORDS, 1 << (16 - most))
+    most, warps = max(shifts), _warps(vector, shifts)
+    states_of_a_thread = 65536 // (32 * warps)
+    low = max(0, min(min(shifts), states_of_a_thread.bit_length() - 1 - most))
+    words = min(MOST_WORDS, 1 << (16 - most - low))
     common: dict[str, Any] = {"STEPS": steps, "SHIFTS": shifts, "LOW": low, "WORDS": words}
-    forward = {**common, "VECTOR": vector, "PINNED": pinned, "PTX": ptx, "num_warps": WARPS}
+    forward = {
+        **common,
+        "VECTOR": vector,
+        "THREADS": 32 * warps,
+        "PINNED": pinned,
+        "PTX": ptx,
+        "num_warps": warps,
+    }
     return interned(**forward), interned(**common, BLOCK=SEQUENCES_PER_CTA, num_warps=1)
+
+
+def _warps(vector: int, shifts: tuple[int, ...]) -> int:
+    """Of a CTA. The threads of fewer warps have more states each and read costs less often, which shortens a search by up to
+    two fifths (`eval/results/viterbi-h200.json`), as long as a thread's back-pointers fit a word, and its values registers.
+    """
+    if vector == 1 and min(shifts) >= 6:
+        return WARPS // 4
+    if max(shifts) == 5 or (vector, shifts) == (1, (4,)):
+        return WARPS // 2
+    return WARPS

@@ -180,7 +180,10 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("run", ["run_1b", "run_1b_in_24GiB"])
 def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch, run: str) -> None:
-    """As a whole and block by block: training within a tenth, all stages within a tenth, memory within 15 % and not less."""
+    """As a whole and block by block: training within a tenth, all stages within a tenth, memory within 15 % and not less.
+
+    But for embedding and head, whose codes were found by a search that took three times as long.
+    """
     results = json.loads((ROOT / "eval" / "results" / "speed-1b-h200.json").read_text())[run]
     took = {name: stage["took"] for name, stage in results["stages"].items()}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -193,7 +196,8 @@ def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch
     shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
     stages = expected_stages(shaped, shaped.recipe, "cuda")
     training = [stage for stage in stages if stage.kind == "training"]
-    for chosen in (training, [stage for stage in stages if stage.name != "samples"]):
+    others = [stage for stage in stages if stage.name not in ("samples", "embedding and head")]
+    for chosen in (training, others):
         planned = sum(stage.seconds for stage in chosen)
         assert planned == pytest.approx(sum(took[stage.name] for stage in chosen), rel=0.1)
     assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / results["peak_bytes"] <= 1.15
