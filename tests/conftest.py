@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from .architectures import build_model
+from .script_forks import ScriptForks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -148,24 +147,38 @@ def tiny_folder(
     return folder_of
 
 
+@pytest.fixture(scope="session")
+def script_forks() -> Iterator[Callable[..., ScriptForks]]:
+    """`script_forks("torch", NAME="value")`: the process that forks for scripts, after these imports, made once."""
+    started: dict[object, ScriptForks] = {}
+
+    def of(*modules: str, **environment: str) -> ScriptForks:
+        key = modules, tuple(environment.items())
+        if key not in started:
+            started[key] = ScriptForks(modules, environment)
+        return started[key]
+
+    yield of
+    for forks in started.values():
+        forks.close()
+
+
 @pytest.fixture
-def interpreted(request: pytest.FixtureRequest) -> Callable[..., None]:
+def interpreted(
+    request: pytest.FixtureRequest, script_forks: Callable[..., ScriptForks]
+) -> Callable[..., None]:
     """`interpreted("script.py", "argument")` runs a script beside the test with Triton's interpreter for its compiler.
 
     In a process of its own, since Triton reads the choice when it is imported. Asserts that the script ends well.
     """
     pytest.importorskip("triton")
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join([str(root / "kernels"), str(root)])
 
-    def run(script: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, request.path.with_name(script), *arguments],
-            env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    def run(name: str, *arguments: str) -> None:
+        script = request.path.with_name(name)
+        # Gluon's kernels are not to be imported before `gluon_as_triton.py`
+        module = "requant_kernels" if script.parent.name == "kernels" else "requant.inference.load"
+        (done,) = script_forks(module, TRITON_INTERPRET="1").run(script, arguments)
+        assert done.code == 0, done.error[-3000:]
 
     return run
 

@@ -1,42 +1,14 @@
 """The Triton search against the CPU search: interpreted, in a process of its own, and on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from requant.formats.trellis_codes import CODES, code_values, step_bits
 from requant.quantizers.viterbi import plain_paths, tail_biting_states
 
-INTERPRETED = """
-import interpreter_fixes
-import torch
-from requant.quantizers.viterbi import plain_paths
-from requant.formats.trellis_codes import code_values, step_bits
-from requant_kernels.viterbi.gpu import viterbi_paths
 
-for name, bits in (("pair", 2.25), ("mul1", 2.25), ("mul1", 4.5), ("mul1", 5.5)):
-    values = code_values(name)
-    shifts = step_bits(bits, values.shape[1])
-    targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
-    targets = (32 * targets).round() / 32  # whose distances from values of pairs are exact in float16
-    for pinned in (None, torch.tensor([5, 77])):
-        found = viterbi_paths(targets, values, shifts=shifts, pinned=pinned)
-        plain = plain_paths(targets, values=values, shifts=shifts, pinned=pinned)
-        assert torch.equal(found, plain), (name, bits, pinned)
-"""
-
-
-def test_interpreted_kernel_finds_the_paths_of_the_cpu() -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_interpreted_kernel_finds_the_paths_of_the_cpu(interpreted) -> None:
+    interpreted("viterbi_interpreted.py")
 
 
 @pytest.mark.gpu

@@ -1,10 +1,7 @@
 """Tiny models and random quantized matrices, shared by the tests of the package; what runs of tiny models go without."""
 
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from requant.text.sources import Text
 from requant.text.windows import token_windows
 
 from ..architectures import DENSE, EXPERTS, build_model
+from ..script_forks import ScriptForks
 from .greedy_search import greedy_states
 from .random_checkpoints import build_checkpoint, build_trellis, build_weight
 
@@ -125,31 +123,19 @@ def hosted(monkeypatch) -> Callable[[bool], None]:
 
 
 @pytest.fixture
-def in_processes() -> Callable[..., list[str]]:
+def in_processes(script_forks: Callable[..., ScriptForks]) -> Callable[..., list[str]]:
     """`in_processes(script, count, *arguments)`: what each rank of a run prints, as torchrun would start it."""
 
     def run(script: str, count: int, *arguments: str) -> list[str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, *arguments],
-                env={
-                    **os.environ,
-                    **address,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(count),
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        ranks = [
+            {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
             for rank in range(count)
         ]
-        outputs = [child.communicate(timeout=120) for child in children]
-        assert not any(child.returncode for child in children), outputs
-        return [output for output, _ in outputs]
+        outputs = script_forks("requant.pipeline.quantize").run(script, arguments, ranks, seconds=120)
+        assert not any(done.code for done in outputs), outputs
+        return [done.output for done in outputs]
 
     return run
