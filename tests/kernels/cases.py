@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
+from requant_kernels.fallback import reference
 from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import step_bits
@@ -76,6 +77,14 @@ def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def rotated(x: Tensor) -> Tensor:
+    """H x, float64. A block of r c is the Kronecker product of blocks of r and c; whole, that of 8192 takes 0.5 GB."""
+    size = x.shape[-1] & -x.shape[-1]
+    rows = 1 << size.bit_length() // 2
+    blocks = x.double().unflatten(-1, (-1, rows, size // rows))
+    return (reference.hadamard(rows) @ blocks @ reference.hadamard(size // rows)).flatten(-3)
 
 
 def random_trellis(n: int, k: int, bits: float, device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import emulated_assembly
 import torch
-from requant_kernels.fallback import reference
+from cases import rotated
 from requant_kernels.hadamard import warp
 from requant_kernels.step import dense_gate, dense_rope
 from requant_kernels.step.rotated_gate import rotated_gate
@@ -23,7 +23,7 @@ def check_rotation(m: int, k: int) -> None:
     whole, signs = torch.randn(m, k + 16).half(), torch.randn(k).sign().half()
     x, y = whole[:, 16:], torch.full((m + 1, k), 7.0).half()
     warp.rotate(x, signs, y[:m])
-    assert close(y[:m], (x.double() * signs.double()) @ reference.hadamard(k)), f"rotation of {k}"
+    assert close(y[:m], rotated(x.double() * signs.double())), f"rotation of {k}"
     assert (y[m] == 7).all(), "behind the last token"
 
 
@@ -33,13 +33,13 @@ def check_gate(m: int, k: int) -> None:
     scales, bias = [(torch.randn(k).sign() * 0.5).half() for _ in range(2)], torch.randn(k).half()
     gate = Product(values=whole[:, :k], output_scales=scales[0], bias=None)
     up = Product(values=whole[:, k:], output_scales=scales[1], bias=bias)
-    signs, h = torch.randn(k).sign().half(), reference.hadamard(k)
-    g, u = (product.values.double() @ h * product.output_scales.double() for product in (gate, up))
+    signs = torch.randn(k).sign().half()
+    g, u = (rotated(product.values) * product.output_scales.double() for product in (gate, up))
     sums = Product(values=(whole[None, :, :k] / PARTIAL_SUM_SCALE), output_scales=scales[0], bias=None)
     for own in (gate, sums):
         assert dense_gate.supports(own, up, form)
         got = rotated_gate(own, up, "silu", torch.float16, input_scales=signs, form=form)
-        assert close(got.values, (silu(g) * (u + bias.double()) * signs.double()) @ h), f"gate of {k}"
+        assert close(got.values, rotated(silu(g) * (u + bias.double()) * signs.double())), f"gate of {k}"
 
 
 def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: int, *, norms: bool) -> None:
@@ -64,7 +64,7 @@ def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: in
         )  # fmt: skip
     wanted = []
     for i, product in enumerate(parts):
-        y = product.values.double() @ reference.hadamard(widths[i]) * product.output_scales.double()
+        y = rotated(product.values) * product.output_scales.double()
         y = (y if product.bias is None else y + product.bias.double()).view(m, -1, head_dim)
         if i < 2:
             weight = weights[i]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from case_selection import ALL, selected
-from cases import random_trellis, relative_error
+from cases import random_trellis, relative_error, rotated
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts import prefill
@@ -24,7 +24,7 @@ from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
 from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
-from requant_kernels.trellis import gemm_int8, gemm_sm90
+from requant_kernels.trellis import gemm_int8, gemm_sm90, rotate
 from requant_kernels.trellis.gemm_sm90_launch import group_cta
 from requant_kernels.trellis.operands import sums_scale
 from triton.runtime.interpreter import TensorHandle
@@ -118,18 +118,25 @@ def emulate() -> None:
     module.sums_layout = module.fence_async_shared = lambda *_: None
     module.warpgroup_mma_init = lambda x: x
     module.warpgroup_mma_wait = lambda _count, deps: deps[0]
-    constants, transform = module._launch_constants, module.hadamard_transform
+    constants = module._launch_constants
     own = ("PDL", "num_warps", "launch_pdl", "maxnreg")
     module._launch_constants = lambda *given, **kind: {
         **{name: value for name, value in constants(*given, **kind).items() if name not in own},
         "PDL": "",
     }
     gemm_int8.quantized = partial(quantized_alone, gemm_int8.quantized)
-    module.hadamard_transform = lambda *given, **options: transform(
-        *given, **{**options, "asm": False, "pdl": False}
-    )
+    own_rotation = partial(rotate_distinct_tokens, module.hadamard_transform)
+    module.hadamard_transform = rotate.hadamard_transform = own_rotation
     tl.inline_asm_elementwise = inline_asm_elementwise
     torch.empty = allocate_poisoned
+
+
+def rotate_distinct_tokens(transform: Any, x: torch.Tensor, y: torch.Tensor, **options: Any) -> None:
+    """Of equal tokens one is rotated: a program each in the interpreter, for what `interpret.py` tests."""
+    tokens, which = x.unique(dim=0, return_inverse=True)
+    found = torch.empty(len(tokens), y.shape[1], dtype=y.dtype)
+    transform(tokens, found, **{**options, "asm": False, "pdl": False})
+    y.copy_(found[which])
 
 
 def quantized_alone(quantized: Any, rotated: torch.Tensor, *, permuted: bool, pdl: bool) -> Any:
@@ -166,7 +173,7 @@ def check_few_tokens() -> None:
 
 def rotated_by_reference(x: torch.Tensor, layout: TrellisLayout) -> torch.Tensor:
     assert layout.input_scales is not None
-    return (x.double() * layout.input_scales.double()) @ reference.hadamard(layout.k)
+    return rotated(x.double() * layout.input_scales.double())
 
 
 def check_routes() -> None:

@@ -1,13 +1,11 @@
 """Run under TRITON_INTERPRET=1 by `test_rotated_step.py`: the kernels between trellis matrices, with their assembly, beside
 what they replace, in float64."""
 
-from functools import lru_cache
-
 import torch
 import triton.language as tl
 from case_selection import selected
+from cases import rotated
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
-from requant_kernels.fallback import reference
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm
 from requant_kernels.step.rotated_rope import rotated_rope, rotated_rope_apart
@@ -21,14 +19,6 @@ from requant_kernels.trellis.operands import (
 from torch import Tensor
 
 HALF = 2e-3  # a few roundings to float16
-hadamard = lru_cache(maxsize=1)(
-    reference.hadamard
-)  # a case has one width, and that of 8192 takes half a gigabyte
-
-
-def transformed(x: Tensor) -> Tensor:
-    """H x, float64."""
-    return x.double() @ hadamard(x.shape[-1])
 
 
 def random_product(
@@ -40,7 +30,7 @@ def random_product(
     values = values if splits else (values / PARTIAL_SUM_SCALE).half()
     scales, bias = torch.randn(n).half(), torch.randn(n).half() if biased else None
     ALLOCATED.extend((values, scales))
-    y = transformed(values.float().sum(0) * sums_scale(values)) * scales.double()
+    y = rotated(values.float().sum(0) * sums_scale(values)) * scales.double()
     y = y if bias is None else y + bias.double()
     return Product(values=values[0] if splits == 1 else values, output_scales=scales, bias=bias), y
 
@@ -48,7 +38,7 @@ def random_product(
 def check_activations(found: RotatedActivations, form: ActivationForm, wanted: Tensor, what: str) -> None:
     """Against float64 activations before their rotation."""
     m, k = wanted.shape
-    wanted = transformed(wanted)
+    wanted = rotated(wanted)
     if form.pair:
         wanted = torch.stack(
             [wanted[:, ::2] + wanted[:, 1::2], wanted[:, ::2] - wanted[:, 1::2]], -1

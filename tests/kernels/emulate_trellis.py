@@ -7,7 +7,7 @@ import interpreter_fixes  # noqa: F401
 import torch
 import triton.language as tl
 from case_selection import selected
-from cases import multiplied_values, random_csr, random_trellis, relative_error
+from cases import multiplied_values, random_csr, random_trellis, relative_error, rotated
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.stack import stack_experts
@@ -38,7 +38,7 @@ def check_fused() -> None:
         ALLOCATED.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
         got = launch_gemv(x, layout, config)
-        want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
+        want = rotated(x.double() * layout.input_scales) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
         assert error < 8e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
@@ -56,7 +56,7 @@ def check_split() -> None:
         got = launch_gemv(SplitAttention(values=values, logarithms=logarithms), layout, config)
         weights = torch.softmax(logarithms.double() * math.log(2), 1)
         x = (values.double() * weights[:, :, None]).sum(1).view(1, k)
-        want = (x * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
+        want = rotated(x * layout.input_scales) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
         assert error < 8e-4, f"{code} of {k} columns in {parts} parts is off by {error:.1e}"
 
@@ -227,14 +227,14 @@ def main() -> None:
         got = launch_gemv(given, layout, config)
         high_bytes = m > 4 and given.scales is not None
         if given.scales is None:
-            rotated = given.values[:, :padded].double()
+            multiplied = given.values[:, :padded].double()
         elif high_bytes:
-            rotated = multiplied_values(given, code, high_bytes=True)[:, :padded]
+            multiplied = multiplied_values(given, code, high_bytes=True)[:, :padded]
         else:
             scaled = torch.nn.functional.pad(x.double() * layout.input_scales, (0, padded - k))
-            rotated = scaled @ reference.hadamard(padded)
-            assert relative_error(multiplied_values(given, code)[:, :padded], rotated) < 1e-4
-        want = rotated @ values.T
+            multiplied = rotated(scaled)
+            assert relative_error(multiplied_values(given, code)[:, :padded], multiplied) < 1e-4
+        want = multiplied @ values.T
         error = relative_error(got, want)
         assert error < (1e-6 if high_bytes else 1e-4), f"{code} at {bits} bits is off by {error:.1e}"
 

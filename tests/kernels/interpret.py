@@ -5,7 +5,7 @@ import math
 import interpreter_fixes  # noqa: F401
 import torch
 from case_selection import selected
-from cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
+from cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error, rotated
 from requant_kernels import GridLayout, pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
@@ -72,9 +72,7 @@ def check_int8(width: int, pair: bool) -> None:
     bytes_of = y.view(2, 2, held).long()
     q = 256 * bytes_of[:, 0] + bytes_of[:, 1]
     assert torch.equal(q.sum(1).float(), scales[:, 0, 1])
-    want = torch.nn.functional.pad(x.double() * input_scales, (0, padded - width)) @ reference.hadamard(
-        padded
-    )
+    want = rotated(torch.nn.functional.pad(x.double() * input_scales, (0, padded - width)))
     if pair:
         want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
     error = relative_error((q * scales[:, :, 0].double())[:, :padded], want)
@@ -295,7 +293,7 @@ def main() -> None:
             pdl=False,
             input_scales=input_scales,
         )
-        error = relative_error(y, (x.double() * input_scales.double()) @ reference.hadamard(width))
+        error = relative_error(y, rotated(x.double() * input_scales.double()))
         assert error < 1e-3, f"the transform of {width} is off by {error:.1e}"
     for width, pair in ((200, False), (1408, True), (4096, False)):
         check_int8(width, pair)
