@@ -1,5 +1,6 @@
 """Compile a kernel for a GPU that is not there, and read what came out: registers, spills, SASS."""
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -31,8 +32,7 @@ INTEGERS = ("M", "last_tile", "iterations", "groups", "steps", "blocks", "width"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What ptxas made. Instructions are static ones, and read when they are asked for: a disassembler takes a quarter of a
-    second to start (`-ndf`: a third more for the targets of indirect jumps, which no kernel has)."""
+    """What ptxas made. Instructions are static ones, and read when they are asked for (`disassembly`)."""
 
     registers: int
     stack: int  # bytes: spills
@@ -46,7 +46,7 @@ class Machine:
         labels: dict[str, int] = {}
         instructions: list[str] = []
         for label, instruction in re.findall(
-            r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", output_of("nvdisasm", "-c", "-ndf", cubin=self.cubin)
+            r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", disassembly(self.cubin)
         ):
             if label:
                 labels[label] = len(instructions)
@@ -116,6 +116,19 @@ class Machine:
     def mma_loops(self) -> tuple[int, ...]:
         """Instructions of the innermost ones that multiply on tensor cores, ascending."""
         return tuple(sorted(len(codes) for codes in self.innermost if MMA & set(codes)))
+
+
+def disassembly(cubin: bytes) -> str:
+    """The instructions of a kernel, kept beside those that Triton compiled: the disassembler takes half a second to start
+    (`-ndf`: a third more for the targets of indirect jumps, which no kernel has)."""
+    name = hashlib.sha256(triton.__version__.encode() + cubin).hexdigest()
+    kept = Path(triton.knobs.cache.dir, "disassembly", name)
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+            file.write(output_of("nvdisasm", "-c", "-ndf", cubin=cubin))
+        Path(file.name).replace(kept)  # other processes see all of it or nothing
+    return kept.read_text()
 
 
 def output_of(tool: str, *options: str, cubin: bytes) -> str:
