@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.text.sources import Text
-from requant.text.windows import token_windows
+from requant.text.windows import _token_ids, token_windows
 
 from ..architectures import DENSE, EXPERTS, build_model
 from ..script_forks import ScriptForks
@@ -98,10 +98,26 @@ def any_trellis_codes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def greedy_trellis_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`any_trellis_codes` for one test of a module."""
+    monkeypatch.setattr("requant.quantizers.trellis.tail_biting_states", greedy_states)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_levels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Levels of a row are cut from a quarter of the atoms, in half the time, but for the tests of quantizers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "quantizers":
+            for name, value in (("ATOMS", 32), ("ATOM_BITS", 4), ("REACH", 2)):
+                patch.setattr(f"requant.quantizers.kmeans.{name}", value)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib takes a tenth of a second a page: the tests of pages and of the command line have plots, others none."""
-    if request.path.parent.name not in ("report", "cli"):
+    """matplotlib takes a tenth of a second a page: the tests of pages have plots, others none."""
+    if request.path.parent.name != "report":
         for name in ("sensitivity_plot", "alternatives_plot"):
             monkeypatch.setattr(f"requant.report.report.{name}", lambda *_, **__: b"<svg></svg>")
 
@@ -110,6 +126,50 @@ def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of tiny models continue their prompts by a few tokens; `test_samples.py` writes whole ones."""
     monkeypatch.setattr("requant.evaluation.samples.NEW_TOKENS", 4)
+
+
+@pytest.fixture
+def all_is_told() -> None:
+    """A test that takes this has what `without_what_is_told_besides` leaves out."""
+
+
+@pytest.fixture(autouse=True)
+def without_what_is_told_besides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs predict no losses at other budgets, five integer programs for one, and measure no matrix alone, a pass for each.
+
+    They do in the tests of both, and where what is told of a run is planned, printed and drawn.
+    """
+    told = ("report", "cli", "evaluation", "planning")
+    if request.path.parent.name not in told and "all_is_told" not in request.fixturenames:
+        monkeypatch.setattr("requant.allocation.knapsack.OTHER_BUDGETS", (0,))  # below every model's least
+        monkeypatch.setattr("requant.evaluation.diagnosis.MATRIX_WEIGHTS_ON_CPU", 0)
+
+
+@pytest.fixture(scope="session")
+def remembered_tokens() -> Callable[[str, Any], list[int]]:
+    """Of a text by a tokenizer: nearly all runs are on one text, and on one of two models' tokenizers."""
+    found: dict[tuple[str, str], list[int]] = {}
+
+    def tokens_of(text: str, tokenizer: Any) -> list[int]:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return _token_ids(text, tokenizer)
+        key = (text, backend.to_str())
+        if key not in found:
+            found[key] = _token_ids(text, tokenizer)
+        return found[key]
+
+    return tokens_of
+
+
+@pytest.fixture(autouse=True)
+def texts_become_tokens_once(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    remembered_tokens: Callable[[str, Any], list[int]],
+) -> None:
+    if request.path.parent.name != "text":
+        monkeypatch.setattr("requant.text.windows._token_ids", remembered_tokens)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import pytest
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, allocate_with_curve
 from requant.errors import RecipeError
 
+pytestmark = pytest.mark.usefixtures("all_is_told")
+
 
 def instance(seed: int, tensors: int = 5, widths: int = 4) -> dict[str, list[Option]]:
     """Random tensors of a few shapes; a bit more divides the loss by about four."""
