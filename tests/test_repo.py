@@ -3,7 +3,7 @@
 import ast
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,10 +77,18 @@ def test_modules_say_what_they_are(path: Path) -> None:
         assert len(docstring.split("\n\n")[0].splitlines()) <= 3, "say in three lines what lives here"
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of them, and none of the expressions within, which are nearly all nodes of a tree."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.expr):
+            yield node
+            yield from statements(node)
+
+
 def requant_imports(tree: ast.AST) -> list[str]:
     """Modules of requant that the statements of `tree` import, as dotted names."""
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -134,7 +142,7 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
     }
     passed_on = []
     for path in [*modules("requant"), *modules("eval"), *modules("tests")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module in defined:
                 names = {alias.name for alias in node.names} - defined[node.module]
                 passed_on += [f"{path.relative_to(ROOT)}: {name} of {node.module}" for name in sorted(names)]
