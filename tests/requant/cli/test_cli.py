@@ -105,7 +105,7 @@ def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:
         and "scored on       demo-eval" in out
     )
     assert "matrices        28 (4 q_proj" in out and "bits per weight 2.99" in out and "peak memory" in out
-    code, out, _ = cli("quantize", "--bits", 3, "--dry-run", "--json", *TINY)
+    code, out, _ = cli("quantize", "--bits", 3, "--method", "gptq", "--dry-run", "--json", *TINY)
     assert code == 0 and json.loads(out)["matrices"]["q_proj"] == 4
     assert list(tmp_path.iterdir()) == []
 

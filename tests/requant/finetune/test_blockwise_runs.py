@@ -127,11 +127,11 @@ def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_f
         return states_on_host(model, windows, label=label)
 
     monkeypatch.setattr("requant.finetune.final.states_on_host", counted)
-    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True, steps=4)
     weights = best(run)
     again = finetune(run, weights, run.recipe.finetune)
     assert computed == [len(run.train_windows)]
-    fresh = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    fresh = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True, steps=4)
     weights_again = best(fresh)
     fresh.last_states.clear()
     learned = finetune(fresh, weights_again, fresh.recipe.finetune)
@@ -155,7 +155,7 @@ def test_states_of_a_model_that_is_trained_as_a_whole_outlive_its_rounds(
 
     monkeypatch.setattr(Teacher, "last_states", counted)
     # 11 windows in steps of 4, so that a batch holds windows of two epochs
-    kept, fresh = (run_of(tiny_folder("llama"), tiny_text_file, blockwise=False) for _ in range(2))
+    kept, fresh = (run_of(tiny_folder("llama"), tiny_text_file, blockwise=False, steps=4) for _ in range(2))
     after_rounds = best(kept)
     in_rounds = len(computed)
     assert in_rounds > 0 and len(kept.state_caches) == 1

@@ -43,7 +43,7 @@ def recipe_of(method: str, *, finetune: Finetune = FINETUNE, **changes) -> Recip
     usual = {
         "mode": "best",
         "method": method,
-        "quantizer": find_method(method).config(),
+        "quantizer": find_method(method).config(**({"rounds": 2} if method == "lut" else {})),
         "budget": Budget(bits=3.5),
         "calibration": Calibration(num_samples=9, seq_len=32),
         "evaluation": Evaluation(context=32, windows=3, samples=0),

@@ -184,7 +184,7 @@ def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) ->
 def test_a_run_that_resumes_ends_in_the_same_weights(
     trained_model, trained_state, tokenizer, tiny_text_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    chosen = recipe(tiny_text_file, budget=Budget(bits=3.0))
+    chosen = recipe(tiny_text_file, budget=Budget(bits=3.0), finetune=BRIEF)
 
     def run(resume: bool) -> QuantizedModel:
         trained_model.load_state_dict(trained_state)

@@ -190,6 +190,7 @@ def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypat
     ],
     ids=["rounds", "dense", "sequential"],
 )
+@pytest.mark.usefixtures("greedy_trellis_codes")
 def test_one_chunk_of_statistics_at_a_time(run, monkeypatch, chosen: dict) -> None:
     """While a chunk is collected, at most one matrix of the last one is held, that of the loop which asks for the next."""
     monkeypatch.setattr("requant.run.statistics.free_memory", lambda device: 1)  # a chunk a block

@@ -27,7 +27,7 @@ CASES = (
     Case(method="rtn"),
     Case(method="hqq"),
     Case(method="kmeans"),
-    Case(method="lut", restores_detached=False),
+    Case(method="lut", restores_detached=False, options={"rounds": 2}),
     Case(method="gptq", restores_detached=False, constant_within=1e-2),  # passes on the error of the scale
     Case(method="awq", constant_within=1e-2),  # column scales are float16 too
     Case(method="trellis", constant_within=None),  # codes a rotated matrix

@@ -90,7 +90,7 @@ def test_bands_take_no_more_than_one_width(rows: int, bits: float) -> None:
     assert one <= TRELLIS.packed_spec((rows, 256), bits).bytes <= one + 3 * (32 + 4) + rows // 4
 
 
-@pytest.mark.parametrize("v", [300, 304])
+@pytest.mark.parametrize("v", [44, 48])
 def test_rows_of_a_trellis_are_looked_up_as_stored(v: int) -> None:
     """The scale of every row is its own, and what was planned is what is stored."""
     weight, use = table(v)
@@ -127,7 +127,7 @@ def test_rows_are_quantized_in_chunks_alike(monkeypatch: pytest.MonkeyPatch, met
 
 @pytest.mark.parametrize("method", [GRID, TRELLIS])
 def test_tokens_that_the_text_lacks_are_quantized_all_the_same(method: TableMethod) -> None:
-    weight, use = table()
-    use = dataclasses.replace(use, rows=use.rows * (torch.arange(160) < 80))
+    weight, use = table(64)
+    use = dataclasses.replace(use, rows=use.rows * (torch.arange(64) < 32))
     found = method.quantize(weight, [use], 8)
-    assert (found.dequantize() - weight)[80:].abs().max() < 0.01
+    assert (found.dequantize() - weight)[32:].abs().max() < 0.01
