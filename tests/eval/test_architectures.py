@@ -44,8 +44,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gemma4", "mistral3"),  # beside an encoder of images
-        *("qwen3_5", "falcon_h1", "nemotron_h dense", "granitemoehybrid", "lfm2", "mamba2"),
+        "gemma4",  # beside an encoder of images
+        *("qwen3_5", "nemotron_h dense", "granitemoehybrid", "mamba2"),
+        # beside an encoder too, and attention beside a state space or convolutions as above
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral3", "falcon_h1", "lfm2")),
     ],
 )
 def test_a_checkpoint_computes_what_the_run_computed(kind: str, text: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
 
+from ...architectures import whole_runs
 from .embeddings import IDS, logits
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 METHOD_NAMES = ["rtn", "trellis"]  # of the matrices; that of embedding and head follows
 
 
-def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str) -> None:
-    gives_the_logits_that_were_measured(make, architecture, "rtn", GridSpec)
+@pytest.mark.parametrize("name", whole_runs())
+def test_a_checkpoint_gives_the_logits_that_were_measured(make, name: str) -> None:
+    gives_the_logits_that_were_measured(make, name, "rtn", GridSpec)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -9,14 +9,16 @@ import requant
 from requant.models.loading import load_model
 from requant.quantizers.registry import METHODS
 
+from ...architectures import whole_runs
 from .whole_runs import logits, tiny_recipe
 
 SLOW = {"trellis": pytest.mark.slow}  # 2**16 states a step
 
 
-def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("name", whole_runs())
+def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, name: str) -> None:
     """The checkpoint computes what the run computed, bit for bit, with codes and with floats."""
-    source = tiny_folder(architecture)
+    source = tiny_folder(name)
     result = requant.quantize(str(source), tiny_recipe(), tiny_text_file)
     path = requant.save(result, tmp_path / "out")
     expected = logits(result.model)
@@ -25,9 +27,9 @@ def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, a
     for dequantize in (False, True):
         model = requant.load(path, dequantize=dequantize)
         assert torch.equal(logits(model), expected)
-        for name, parameter in original.named_parameters():
+        for key, parameter in original.named_parameters():
             if parameter.dim() == 1:  # biases and norms
-                assert torch.equal(model.get_parameter(name), parameter), name
+                assert torch.equal(model.get_parameter(key), parameter), key
     head = model.get_output_embeddings().weight
     tied = head.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     assert tied == (result.model.get_output_embeddings().weight is result.model.get_input_embeddings().weight)
@@ -36,7 +38,9 @@ def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, a
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in METHODS if m != "kmeans"])
-@pytest.mark.parametrize("name", [pytest.param("llama-520", marks=pytest.mark.slow), "llama-1216", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-1216", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-520", "gpt2"))]
+)
 def test_every_method_on_odd_widths(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, name: str
 ) -> None:

@@ -29,6 +29,8 @@ from requant.run.workspace import Workspace
 from ...on_text import on_text
 from ...prequantized_folders import fp8_folder
 
+pytestmark = pytest.mark.usefixtures("any_trellis_codes")
+
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
 
 
@@ -44,7 +46,7 @@ def recipe_of(method: str, *, bits: float = 3.0, **changes) -> Recipe:
     usual = {
         "mode": "dense",
         "method": method,
-        "quantizer": find_method(method).config(),
+        "quantizer": find_method(method).config(**({"rounds": 2} if method == "lut" else {})),
         "budget": Budget(bits=bits),
         "calibration": Calibration(num_samples=7, seq_len=32),
         "evaluation": Evaluation(context=32, windows=3, samples=0),
@@ -60,22 +62,26 @@ QUANTIZED_INPUTS = Calibration(num_samples=7, seq_len=32, inputs="quantized")
 
 
 RUNS = (  # the slow ones last
-    *((name, "lut", "auto", {}) for name in FAMILIES),
-    ("llama", "lut", "bfloat16", {"budget": Budget(bits=3.0, predictor="pqi")}),
+    ("llama", "lut", "auto", {}),
+    ("gemma3", "gptq", "auto", {}),
+    ("llama", "rtn", "bfloat16", {"budget": Budget(bits=4.5, predictor="pqi")}),
     ("llama-tied", "gptq", "auto", {"budget": Budget(bits=4.5)}),
     *((name, "gptq", "auto", {"calibration": QUANTIZED_INPUTS}) for name in ("gpt2", "qwen3-moe")),
     ("llama", "trellis", "auto", {"mode": "best"}),
+    # families that a method above has, and methods that a family above has
+    *((name, "lut", "auto", {}) for name in FAMILIES if name != "llama"),
     ("qwen3-moe", "trellis", "bfloat16", {"mode": "best"}),
 )
+QUICK = 7
 
 
 @pytest.mark.parametrize(
     ("name", "method", "dtype", "changes", "chunk"),
     [
         (*RUNS[0], "whole"),
-        *((*each, "block") for each in RUNS[:-1]),
-        *(pytest.param(*each, "whole", marks=pytest.mark.slow) for each in RUNS[1:-1]),
-        *(pytest.param(*RUNS[-1], chunk, marks=pytest.mark.slow) for chunk in ("whole", "block")),
+        *((*each, "block") for each in RUNS[:QUICK]),
+        *(pytest.param(*each, "whole", marks=pytest.mark.slow) for each in RUNS[1:]),
+        *(pytest.param(*each, "block", marks=pytest.mark.slow) for each in RUNS[QUICK:]),
     ],
 )
 def test_the_bytes_are_those_of_a_model_on_the_device(
