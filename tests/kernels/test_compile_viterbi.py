@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 from requant_kernels.viterbi import gpu
 
 from requant.formats.trellis_codes import CODES, step_bits
+from requant.quantizers.trellis import METHOD
 
 from .compile_offline import Machine, compile_kernel, counts_instructions
 
@@ -63,6 +64,20 @@ def test_few_instructions_a_state(code: str, bits: float) -> None:
     assert compiled.loop / (steps * (65536 // threads)) <= CEILINGS[code, bits]
     assert compiled.barriers <= 4 * steps
     assert compiled.registers == min(255, 65536 // threads)  # as many as there are
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+def test_back_pointers_of_a_thread_fit_a_word(code: str) -> None:
+    """At all widths, whatever the number of warps: else some would be lost, and paths with them."""
+    vector = CODES[code].weights_per_step
+    for bits in METHOD.bits:
+        shifts = step_bits(bits, vector)
+        if max(shifts) > 8:
+            continue
+        constants, _ = gpu._constants(256 // vector, vector, shifts, False, True)
+        for new_bits in set(shifts):
+            fields = (1 << (16 - new_bits)) // constants["WORDS"]
+            assert fields >= 1 << constants["LOW"] and fields * new_bits <= 32, bits
 
 
 @counts_instructions

@@ -7,7 +7,7 @@ from requant_kernels.viterbi.gpu import viterbi_paths
 from requant.formats.trellis_codes import code_values, step_bits
 from requant.quantizers.viterbi import plain_paths
 
-for name, bits in (("pair", 2.25), ("mul1", 2.25), ("mul1", 4.5), ("mul1", 5.5)):
+for name, bits in (("pair", 2.25), ("mul1", 2.25), ("mul1", 4.5), ("mul1", 5.5), ("mul1", 6.5)):
     values = code_values(name)
     shifts = step_bits(bits, values.shape[1])
     targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
