@@ -129,18 +129,18 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def all_is_told() -> None:
-    """A test that takes this has what `without_what_is_told_besides` leaves out."""
+def full_reports() -> None:
+    """A test that takes this has what `brief_reports` leaves out."""
 
 
 @pytest.fixture(autouse=True)
-def without_what_is_told_besides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def brief_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs predict no losses at other budgets, five integer programs for one, and measure no matrix alone, a pass for each.
 
-    They do in the tests of both, and where what is told of a run is planned, printed and drawn.
+    They do in tests of either, and in the folders whose tests read, print or draw such numbers.
     """
-    told = ("report", "cli", "evaluation", "planning")
-    if request.path.parent.name not in told and "all_is_told" not in request.fixturenames:
+    full = request.path.parent.name in ("report", "cli", "evaluation", "planning")
+    if not full and "full_reports" not in request.fixturenames:
         monkeypatch.setattr("requant.allocation.knapsack.OTHER_BUDGETS", (0,))  # below every model's least
         monkeypatch.setattr("requant.evaluation.diagnosis.MATRIX_WEIGHTS_ON_CPU", 0)
 
@@ -163,7 +163,7 @@ def remembered_tokens() -> Callable[[str, Any], list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def texts_become_tokens_once(
+def texts_are_tokenized_once(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     remembered_tokens: Callable[[str, Any], list[int]],

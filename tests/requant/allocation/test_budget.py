@@ -149,7 +149,7 @@ def test_the_smallest_that_the_message_names_can_be_had(tiny_folder, tiny_text_f
     assert set(found.bits.values()) == {2}
 
 
-@pytest.mark.usefixtures("all_is_told")
+@pytest.mark.usefixtures("full_reports")
 def test_the_dry_run_shows_the_allocation(cli, tiny_folder, tiny_text_file: Path) -> None:
     arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 4.1, "--method", "gptq", "--mode", "dense",
                  "--calibration", tiny_text_file, "--output", "out", *TINY)  # fmt: skip

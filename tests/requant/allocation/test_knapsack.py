@@ -7,7 +7,7 @@ import pytest
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, allocate_with_curve
 from requant.errors import RecipeError
 
-pytestmark = pytest.mark.usefixtures("all_is_told")
+pytestmark = pytest.mark.usefixtures("full_reports")
 
 
 def instance(seed: int, tensors: int = 5, widths: int = 4) -> dict[str, list[Option]]:

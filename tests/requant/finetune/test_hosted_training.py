@@ -32,6 +32,7 @@ from requant.recipe.yaml_files import dump_recipe
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 
+from ..brief_settings import brief_settings
 from ..on_text import on_text
 
 STEPS, LR = 4, 3e-3
@@ -43,7 +44,7 @@ def recipe_of(method: str, *, finetune: Finetune = FINETUNE, **changes) -> Recip
     usual = {
         "mode": "best",
         "method": method,
-        "quantizer": find_method(method).config(**({"rounds": 2} if method == "lut" else {})),
+        "quantizer": brief_settings(method),
         "budget": Budget(bits=3.5),
         "calibration": Calibration(num_samples=9, seq_len=32),
         "evaluation": Evaluation(context=32, windows=3, samples=0),

@@ -19,6 +19,8 @@ from requant.inference.quant_linear import QuantLinear
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
 
+from ..brief_settings import brief_settings
+
 IDS = torch.arange(40)[None] % 256
 RECIPE = Recipe(
     calibration=Calibration(num_samples=2, seq_len=32),
@@ -34,8 +36,7 @@ def saved(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFa
 
     def checkpoint(method: str, name: str) -> Path:
         if (method, name) not in made:
-            quantizer = METHODS[method].config(bits=3, **({"rounds": 2} if method == "lut" else {}))
-            recipe = dataclasses.replace(RECIPE, method=method, quantizer=quantizer)
+            recipe = dataclasses.replace(RECIPE, method=method, quantizer=brief_settings(method, bits=3))
             if method == "trellis":
                 recipe = dataclasses.replace(recipe, mode="dense")
             result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file, quiet=True)

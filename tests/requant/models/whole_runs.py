@@ -2,8 +2,9 @@
 
 import torch
 
-from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
+
+from ..brief_settings import brief_settings
 
 IDS = torch.arange(40)[None] * 7 % 256
 
@@ -13,7 +14,7 @@ def tiny_recipe(method: str = "kmeans", **changes) -> Recipe:
     settings = {
         "mode": "paper",
         "method": method,
-        "quantizer": METHODS[method].config(bits=3, **({"rounds": 2} if method == "lut" else {})),
+        "quantizer": brief_settings(method, bits=3),
         "calibration": Calibration(num_samples=2, seq_len=32),
         "evaluation": Evaluation(context=32, windows=2, samples=0),
         "detach": Detach(outlier_fraction=0.01, outlier_rule="uniform", significant_fraction=0.01, steps=1),

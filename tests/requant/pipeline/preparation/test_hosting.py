@@ -20,12 +20,12 @@ from requant.pipeline.preparation.hosting import least_memory
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.pipeline.preparation.shape_bytes import bytes_on_host
-from requant.quantizers.registry import find_method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
+from ...brief_settings import brief_settings
 from ...on_text import on_text
 from ...prequantized_folders import fp8_folder
 
@@ -46,7 +46,7 @@ def recipe_of(method: str, *, bits: float = 3.0, **changes) -> Recipe:
     usual = {
         "mode": "dense",
         "method": method,
-        "quantizer": find_method(method).config(**({"rounds": 2} if method == "lut" else {})),
+        "quantizer": brief_settings(method),
         "budget": Budget(bits=bits),
         "calibration": Calibration(num_samples=7, seq_len=32),
         "evaluation": Evaluation(context=32, windows=3, samples=0),
