@@ -41,17 +41,16 @@ from requant.finetune.final import (
     params_in_single_precision,
     split_windows,
     teacher_of,
-    trains_by_block,
 )
 from requant.finetune.loop import single_precision, train
-from requant.finetune.memory import training_bytes
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import trainable_params
-from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
+from requant.models.devices import limit_gpu_memory, peak_memory, pick_device
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.schedule import expected_stages
+from requant.pipeline.planning.workload import training_memory
 from requant.pipeline.preparation.completion import with_steps
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare, start
@@ -206,20 +205,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
         first, again = timed(learn, where), timed(learn, where)
     found |= {"compiling": max(0.0, first - again), "a step": again / settings.num_steps}
-    gpu, shape = where.type == "cuda", (windows.shape[0], windows.shape[1])
-    device_memory = total_memory(where)
-    predicted = training_bytes(
-        run.model,
-        run.targets,
-        set(weights),
-        settings,
-        shape,
-        by_block=trains_by_block(
-            run.model, run.targets, settings, shape, device_memory=device_memory if gpu else None
-        ),
-        gpu=gpu,
-        device_memory=device_memory,
-    )
+    predicted = training_memory(prepared, prepared.recipe, where.type).bytes_of_phase(set(weights))
     return {**found, "predicted_bytes": predicted, **memory(peak_memory(where), prepared.model)}
 
 

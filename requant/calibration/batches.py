@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.models.devices import to_device, total_memory
+from requant.models.experts import Experts
 from requant.models.targets import find_blocks
 from requant.progress import tracked
 
@@ -24,8 +25,14 @@ COPIES_OF_LOGITS = 6
 # Tokens times the square of a block's width that take a GPU, forward and back, about as long as Python: an H200 works for
 # 55 ms at 2048 tokens of a 1B shape, and waits for Python for another 25.
 FULL_BLOCK = 1.4e10
-# numbers that a block's graph keeps of a token, over its width: 3.7 GB for 4096 tokens of the 1B shape
-WIDTHS_OF_A_BLOCK = 14
+# numbers that a block's graph keeps of a token, over its width, and three of the MLP's; 3.7 GB for 4096 tokens of the 1B
+# shape, whose MLP is four times as wide
+WIDTHS_OF_A_BLOCK, WIDTHS_OF_AN_MLP = 2, 3
+# parameters; below, memory suffices and a second forward pass through the blocks is not worth it
+RECOMPUTE_ABOVE = 2_000_000_000
+MEMORY_OF_A_GRAPH = (
+    1 / 12
+)  # of a GPU, which the graph of a batch may take of a model that is as large as that
 MEMORY_OF_A_BATCH = 1 / 3  # of a GPU, for a batch of more windows than logits alone would allow
 
 
@@ -138,5 +145,27 @@ def bytes_of_a_token(model: PreTrainedModel, *, recomputes: bool = False) -> int
     the blocks, or of one of them and the hidden states before all, where it `recomputes` them."""
     width = model.get_input_embeddings().get_parameter("weight").shape[1]
     blocks = len(find_blocks(model)[1])
-    kept = WIDTHS_OF_A_BLOCK + blocks if recomputes else WIDTHS_OF_A_BLOCK * blocks
-    return next(model.parameters()).element_size() * (3 * vocabulary_of(model) + kept * width)
+    of_mlp = getattr(model.config.get_text_config(), "intermediate_size", None)
+    of_mlp = max(of_mlp if isinstance(of_mlp, int) else 0, 4 * width)  # it may be that of one expert
+    of_block = WIDTHS_OF_A_BLOCK * width + WIDTHS_OF_AN_MLP * of_mlp
+    kept = of_block + blocks * width if recomputes else of_block * blocks
+    return next(model.parameters()).element_size() * (3 * vocabulary_of(model) + kept)
+
+
+def recomputes_blocks(
+    model: PreTrainedModel, windows: tuple[int, int], *, gpu: bool, inputs: bool = False
+) -> bool:
+    """Whether a pass for gradients at outputs, of `windows` (count, length), keeps only the input of every block and runs
+    it again.
+
+    So it is with RECOMPUTE_ABOVE parameters or more, unless the graph of a batch is small beside the GPU (8B on 141 GB: 9.1
+    GB). Passes that want the linears' `inputs` too, blocks with experts, and weights in float32, of which products keep
+    casts, would take more than is counted here.
+    """
+    if sum(p.numel() for p in model.parameters()) < RECOMPUTE_ABOVE:
+        return False
+    in_float32 = next(model.parameters()).element_size() == 4
+    if not gpu or inputs or in_float32 or any(isinstance(module, Experts) for module in model.modules()):
+        return True
+    graph = tokens_at_once(model, *windows, gpu=True, gradients=True) * bytes_of_a_token(model)
+    return graph > MEMORY_OF_A_GRAPH * total_memory(torch.device("cuda"))

@@ -11,10 +11,10 @@ half of the host's free memory, divided among the processes of the host. If the 
 are collected for some blocks at a time, the last ones first: the pass then stops where those blocks begin, and continues
 from there (`Descent`).
 
-Models on the GPU keep the passes of `passes.py`, which give bit for bit the same gradients. Below RECOMPUTE_ABOVE those
-run each block once, not twice: on bench-32m that is 4.0 s of operators instead of 5.1 (8 windows of 512 tokens, two CPU
-cores). Above it, activation checkpointing does the same work as this file, but leaves the hidden states on the GPU, and it
-is the graph that training steps need anyway.
+Models on the GPU keep the passes of `passes.py`, which give bit for bit the same gradients. Of models that are small beside
+it (`batches.recomputes_blocks`) those run each block once, not twice: on bench-32m that is 4.0 s of operators instead of 5.1
+(8 windows of 512 tokens, two CPU cores). Of others, activation checkpointing does the same work as this file, but leaves the
+hidden states on the GPU, and it is the graph that training steps need anyway.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -10,13 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import bytes_of_a_token, bytes_of_logits, tokens_at_once, vocabulary_of
+from requant.calibration.batches import (
+    bytes_of_a_token,
+    bytes_of_logits,
+    recomputes_blocks,
+    tokens_at_once,
+    vocabulary_of,
+)
 from requant.calibration.block_by_block import Descent
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics, observed_inputs
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
-from requant.calibration.passes import RECOMPUTE_ABOVE, ROWS_AT_ONCE
+from requant.calibration.passes import ROWS_AT_ONCE
 from requant.calibration.stats import LinearStats
 from requant.models.targets import QuantTarget, siblings
 
@@ -119,7 +125,7 @@ def batch_bytes(
         return plain
     tokens = tokens_at_once(model, *windows, gpu=True, gradients=True)
     rows = 4 * 4 * min(ROWS_AT_ONCE, tokens) * vocabulary_of(model)
-    recomputes = by_block or sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
+    recomputes = by_block or recomputes_blocks(model, windows, gpu=True, inputs="fisher" in needs)
     return max(plain, rows + tokens * bytes_of_a_token(model, recomputes=recomputes))
 
 

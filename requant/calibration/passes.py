@@ -2,9 +2,10 @@
 
 The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass calls
 `accumulate` with each matrix's gradient the moment it is complete and then frees it: the gradient of the whole model never
-exists. In a model of RECOMPUTE_ABOVE parameters or more, each transformer block stores only its input and is run again in
-the backward pass (activation checkpointing), so activations cost one hidden state per block. A model whose matrices are on
-the host takes all batches through one block before the next (`block_by_block.py`, which says why other models do not).
+exists. In a model of RECOMPUTE_ABOVE parameters or more each transformer block stores only its input and is run again in the
+backward pass (activation checkpointing), so activations cost one hidden state per block, but where the graph of a batch is
+small beside the GPU (`batches.recomputes_blocks`). A model whose matrices are on the host takes all batches through one
+block before the next (`block_by_block.py`, which says why other models do not).
 
 With several processes (`ranks.py`), each runs its share of the batches; `accumulate` is called on the owner of a matrix, for
 every batch in the order of the text, so all sums are those of one process.
@@ -22,7 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import first_batch, own_chunks, rounds
+from requant.calibration.batches import (
+    RECOMPUTE_ABOVE,
+    first_batch,
+    own_chunks,
+    recomputes_blocks,
+    rounds,
+)
 from requant.calibration.block_by_block import Descent, LossOf, backward_block_by_block
 from requant.calibration.exchange import Exchange
 from requant.calibration.hidden_states import (
@@ -37,8 +44,6 @@ from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
-# parameters; below, memory suffices and a second forward pass is not worth it
-RECOMPUTE_ABOVE = 2_000_000_000
 ROWS_AT_ONCE = 512  # of logits on a GPU, in float32
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
 OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])
@@ -190,6 +195,8 @@ def output_gradient_pass(
 
     exchange = _exchange(targets, use, to_owners=to_owners)
     in_single_precision = next(model.parameters()).dtype == torch.float32
+    count, length = windows.shape
+    gpu = next(model.parameters()).is_cuda
     sampled = None
     if seed is not None:
         rows = scored_tokens(first_batch(windows, model, gradients=True))
@@ -223,6 +230,7 @@ def output_gradient_pass(
             after_each=deliver,
             label=label,
             descent=descent,
+            recompute=recomputes_blocks(model, (count, length), gpu=gpu, inputs=inputs),
         )
 
 
@@ -237,12 +245,13 @@ def backward_pass(
     label: str | None = None,
     descent: Descent | None = None,
     split: bool = True,
+    recompute: bool | None = None,
 ) -> None:
     """Backward passes of `loss_of(tokens, number)` of every batch of this rank; hooks and gradients say what comes of them.
 
     `first_block` is the first block whose gradients are asked for. `after_each` is called after every batch, of which all
     ranks have as many; where the model's matrices are on the host, after every batch in every block. There blocks are
-    recomputed, as those of any large model, and a `descent` goes on where it stopped.
+    recomputed, whatever `recompute` says (None: by model size), and a `descent` goes on where it stopped.
     """
     if hosted_blocks(model) is not None:
         with in_graph_from(model):
@@ -258,7 +267,7 @@ def backward_pass(
                 descent=descent,
             )
         return
-    with recomputed_blocks(model, None, first_block=first_block):
+    with recomputed_blocks(model, recompute, first_block=first_block):
         for number, tokens in rounds(windows, model, label=label, split=split, gradients=True):
             if tokens is not None:
                 with precision(tokens):

@@ -2,7 +2,8 @@
 
     forward     for every block: h = block(h) without a graph; of all activations only h is kept
     divergence  LOGITS_AT_ONCE logits at a time, down to the gradient at the last hidden states
-    backward    for every block, the last first: block(h) again, with a graph, `block_tokens` tokens at a time
+    backward    for every block, the last first: block(h) again, with a graph, `block_tokens` tokens at a time, unless its
+                graph was kept
                 gradients of its coded matrices -> those of their trained floats, by the chain rule
                 matrices without codes -= Adam(gradients);  gradients dropped
 
@@ -19,8 +20,9 @@ step at 8e9 weights.) Bytes per weight:
 In a model larger than the GPU all matrices are coded; their codes wait on the host and are decoded when they are needed,
 each by one rank (`decoded_block.py`), and h waits on the host too. With N ranks, which learn from different windows, each
 holds an Nth of what a matrix without codes takes (`DividedMatrix`). In addition there are h before every block, one block
-at work (`recomputed_block.py`), and the logits (`memory.py` adds it all up). If memory runs out all the same, half as many
-tokens are processed at once from then on, and the log says so.
+at work (`recomputed_block.py`), and the logits (`memory.py` adds it all up). A GPU that has more memory than that keeps the
+graphs of as many blocks as fit, the last ones, which are then computed once. If memory runs out all the same, no graphs are
+kept from then on, then half as many tokens are processed at once, and the log says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +62,7 @@ class BlockwiseStep:
 
     A step's windows come as one micro-batch with their states, or none for a rank without windows. `trainables` are
     float32, but for those that ranks divide (`divided_among_ranks`); derived parameters inside of blocks hold nothing
-    between steps.
+    between steps. `block_tokens` go through a block at once; the last `graphs_kept` blocks are not computed again.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class BlockwiseStep:
         *,
         batch_tokens: int,
         block_tokens: int | None = None,
+        graphs_kept: int = 0,
         hidden_weight: float = 0.0,
     ) -> None:
         self.model, self.teacher, self.batch_tokens = model, teacher, batch_tokens
@@ -110,6 +113,7 @@ class BlockwiseStep:
         self.chunks = ChunkSizes(
             windows=max(1, (block_tokens or TOKENS_AT_ONCE) // length),
             positions=positions_at_once(head.weight.shape[0], model.device.type),
+            keeps_graphs=graphs_kept > 0,
         )
         self.blocks = [
             LearningBlock(
@@ -118,6 +122,7 @@ class BlockwiseStep:
                 [matrix for tensor, matrix in self.divided.items() if of_parameter[id(tensor)] == index],
                 optimizers.get(index),
                 self.chunks,
+                stays=index >= len(blocks) - graphs_kept,
             )
             for index, block in enumerate(blocks)
         ]
@@ -127,6 +132,7 @@ class BlockwiseStep:
         if any(weight.hosted is not None for weight in derived):
             self.kept_on = partial(save_on_cpu, pin_memory=model.device.type == "cuda")
         self.forwards = ExitStack()
+        self.forwards.callback(self.chunks.graphs.clear)
         for block, learning in zip(blocks, self.blocks, strict=True):
             self.forwards.enter_context(replaced_forward(block, learning))
 

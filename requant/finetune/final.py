@@ -26,7 +26,7 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.checkpoint.save import disk_dtypes
 from requant.errors import RecipeError
 from requant.finetune.loop import single_precision, train
-from requant.finetune.memory import FITS, training_bytes
+from requant.finetune.memory import FITS, TrainingMemory
 from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
@@ -181,18 +181,16 @@ def trains_by_block(
         return True
     if device_memory is None:
         return False
-    whole = training_bytes(
-        model,
-        targets,
-        (),
-        settings,
-        windows,
+    whole = TrainingMemory(
+        model=model,
+        targets=targets,
+        settings=settings,
+        windows=windows,
         by_block=False,
         gpu=True,
         device_memory=device_memory,
-        at_least=True,
     )
-    return whole > FITS * device_memory
+    return whole.bytes_of_phase((), at_least=True) > FITS * device_memory
 
 
 def params_in_single_precision(model: PreTrainedModel, teacher: Teacher | HeadTeacher) -> list[Tensor]:

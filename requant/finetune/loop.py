@@ -24,7 +24,7 @@ from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import compiles, fused
 from requant.finetune.divided import Part
 from requant.finetune.loss import loss_sum, mean_kl, usable_hidden_weight
-from requant.finetune.memory import bytes_of_a_token, copied_to_sum, tokens_through_a_block, windows_that_fit
+from requant.finetune.memory import TrainingMemory, bytes_of_a_token, copied_to_sum, windows_that_fit
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -36,7 +36,7 @@ from requant.finetune.step import (
 )
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.deterministic import deterministic
-from requant.models.devices import Pace, free_memory, total_memory
+from requant.models.devices import Pace, available_memory, free_memory, total_memory
 from requant.models.hosted import hosted_blocks
 from requant.progress import counted
 from requant.recipe.schema import Finetune
@@ -161,24 +161,32 @@ def _training_step(
         loss = partial(loss_sum, run.model, teacher, distillation=distillation, hidden_weight=hidden_weight)
         yield TrainingStep(lambda *batch: loss(*batch) / batch_tokens, trainables, derived, optimizer)
         return
-    count, length = teacher.windows.shape
     device = run.model.device
+    count, length = teacher.windows.shape
+    memory = TrainingMemory(
+        model=run.model,
+        targets=run.targets,
+        settings=settings,
+        windows=(count, length),
+        by_block=True,
+        gpu=device.type == "cuda",
+        # of the smallest GPU: ranks that keep graphs of the same blocks wait for each other in the same order
+        device_memory=ranks.smallest(total_memory(device)),
+        gpus=ranks.world_size(),
+        hosted=any(target.hosted is not None for target in run.targets),
+        group_size=getattr(run.recipe.quantizer, "group_size", None),
+        compiles=device.type == "cuda" and compiles(settings.num_steps),
+    )
+    derived_parameters = {weight.parameter for weight in derived}
+    coded = {target.name for target in run.targets if target.parameter in derived_parameters}
     step = BlockwiseStep(
         run.model,
         teacher,
         trainables,
         derived,
         batch_tokens=batch_tokens,
-        block_tokens=tokens_through_a_block(
-            run.model,
-            run.targets,
-            settings,
-            (count, length),
-            device_memory=total_memory(device) if device.type == "cuda" else None,
-            gpus=ranks.world_size(),
-            hosted=any(target.hosted is not None for target in run.targets),
-            group_size=getattr(run.recipe.quantizer, "group_size", None),
-        ),
+        block_tokens=memory.tokens_at_once,
+        graphs_kept=memory.graphs_kept(coded, available=ranks.smallest(available_memory(device))),
         hidden_weight=hidden_weight,
     )
     try:

@@ -15,6 +15,8 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
     block by block    8 O + 12 R + C (1 + e)    see `blockwise.py`
                     + R e                       the teacher's head
                     + its hidden states         before every block, float32, of all tokens of a step
+                    + graphs that are kept      of a block: activations, casts of its weights, and those in float32 that are
+                                                not there otherwise
                     + the larger of             one block: its weights' casts, gradients and activations, or a matrix's
                                                 moments in float32 (not on a GPU); or the logits, with gradients
 
@@ -33,12 +35,14 @@ With N GPUs each holds 8 O / N of the matrices without codes, and the hidden sta
 Every round turns open matrices into coded ones, so memory peaks in the first phase, but in the last one on three or more
 GPUs, since coded matrices are whole on each GPU and 8 / N < 1 + e. Not counted is what a phase of several GPUs takes
 briefly when it starts and ends: parameters that are whole next to the parts that learn. A GPU that has more memory than
-that takes more windows at once: of a batch (`windows_that_fit`), or through a block (`tokens_through_a_block`).
+that takes more windows at once: of a batch (`windows_that_fit`), or through a block (`tokens_at_once`); and it keeps the
+graphs of as many blocks as it has room for (`graphs_kept`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from transformers import PreTrainedModel
@@ -59,6 +63,8 @@ from requant.run.rounds import rounds_of
 BYTES_OF_A_LOGIT = {"cpu": 24, "cuda": 8}
 DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
 FITS = 0.9  # of a GPU's memory, which training may take by the estimate
+# the same with graphs that are kept: one of two H200s that were planned at 0.9 reserved 0.98, with gaps (8B)
+GRAPHS_FIT = 0.85
 HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
 
 
@@ -92,43 +98,6 @@ def windows_that_fit(available: int, a_token: int, length: int, settings: Finetu
     return windows
 
 
-def tokens_through_a_block(
-    model: PreTrainedModel,
-    targets: Sequence[QuantTarget],
-    settings: Finetune,
-    windows: tuple[int, int],
-    *,
-    device_memory: int | None,
-    gpus: int,
-    hosted: bool,
-    group_size: int | None = None,
-) -> int | None:
-    """Tokens that go through a block at once: all of a step where a GPU (None: there is none) has room for them, else None,
-    for TOKENS_AT_ONCE.
-
-    All phases of a run answer alike, since another number is another shape to compile; that without codes decides.
-    """
-    count, length = windows
-    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
-    if device_memory is None or tokens <= TOKENS_AT_ONCE:
-        return None
-    needed = training_bytes(
-        model,
-        targets,
-        [target.name for target in targets] if hosted else (),
-        settings,
-        windows,
-        by_block=True,
-        gpu=True,
-        device_memory=device_memory,
-        gpus=gpus,
-        hosted=hosted,
-        group_size=group_size,
-        block_tokens=tokens,
-    )
-    return tokens if needed <= FITS * device_memory else None
-
-
 def copied_to_sum(learning: int, largest: int, *, gpus: int) -> int:
     """Bytes of gradients in 16 bits at once, while those of so many weights are summed over GPUs (`TrainingStep`).
 
@@ -137,60 +106,149 @@ def copied_to_sum(learning: int, largest: int, *, gpus: int) -> int:
     return 2 * (STARTED * learning // PARTS + largest) if gpus > 1 else 0
 
 
-def training_bytes(
-    model: PreTrainedModel,
-    targets: Sequence[QuantTarget],
-    coded: Collection[str],
-    settings: Finetune,
-    windows: tuple[int, int],
-    *,
-    by_block: bool,
-    gpu: bool,
-    device_memory: int,
-    gpus: int = 1,
-    hosted: bool = False,
-    group_size: int | None = None,
-    block_tokens: int | None = None,
-    at_least: bool = False,
-) -> int:
-    """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training.
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """What a training holds, by the formulas above, and what it has room for.
 
-    Of `gpus` that work together, those of one. `hosted`: the model is larger than the GPU, and `group_size` the columns that
-    share a trained scale, if few do. `block_tokens` go through a block at once. `at_least`: with one window at a time as a
-    whole, not with as many as `device_memory` has room for.
+    On one of `gpus` that work together, or on a CPU (not `gpu`), with `device_memory` bytes. `windows` (count, length) are
+    those of training. `hosted`: the model is larger than the GPU, and `group_size` the columns that share a trained scale,
+    if few do.
     """
-    count, length = windows
-    of = _Weights.of(model, targets, coded)
-    if not by_block:
-        return _bytes_as_a_whole(
-            of,
-            targets,
-            settings,
-            windows,
-            gpu=gpu,
-            device_memory=device_memory,
-            gpus=gpus,
-            at_least=at_least,
-        )
-    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
-    kept = 8 * of.uncoded // gpus + 12 * of.rest - 8 * of.tables + of.rest * of.element_size
-    at_work = _blocks_at_work(
-        targets, coded, min(tokens, block_tokens or TOKENS_AT_ONCE), gpu=gpu, divided=gpus > 1
-    )
-    if hosted:
-        kept += 0 if group_size is None else 12 * of.coded // group_size
-        block = max(sum(target.size for target in members) for members in by_block_of(targets))
-        decoded = DECODED_BYTES * max(target.size for target in targets)
-        at_work = of.element_size * block + max(at_work, decoded)
-    else:
-        kept += of.coded * (1 + of.element_size)
-    hidden = 4 * tokens * of.hidden_size * (HOSTED_STATES if hosted else of.blocks + 2)
-    device = "cuda" if gpu else "cpu"
-    positions = min(tokens, positions_at_once(of.vocabulary, device))
-    logits = BYTES_OF_A_LOGIT[device] * of.vocabulary * positions + _cast(gpu) * of.embedding
-    # moments of the largest tensor, which torch's Adam wants in float32
-    moments = 0 if gpu else 4 * of.largest
-    return kept + max(hidden + max(at_work, logits), moments)
+
+    model: PreTrainedModel
+    targets: Sequence[QuantTarget]
+    settings: Finetune
+    windows: tuple[int, int]
+    by_block: bool
+    gpu: bool
+    device_memory: int
+    gpus: int = 1
+    hosted: bool = False
+    group_size: int | None = None
+    compiles: bool = True  # if there are enough steps for it
+
+    def bytes_of_phase(self, coded: Collection[str], *, at_least: bool = False) -> int:
+        """The peak while the matrices in `coded` have codes and all others learn. `at_least`: with one window at a time as a
+        whole, and without graphs that are kept block by block, not with as many as there is room for."""
+        of = _Weights.of(self.model, self.targets, coded)
+        if not self.by_block:
+            return self._as_a_whole(of, at_least=at_least)
+        needed = self._block_by_block(of, coded, self.tokens_at_once)
+        return needed if at_least else needed + self.graphs_kept(coded) * self._graph(coded)
+
+    def graphs_kept(self, coded: Collection[str], *, available: int | None = None) -> int:
+        """Of how many blocks a GPU has room for the graphs of a step's tokens, block by block.
+
+        `available`: bytes that this process may have now, with those that it has, if others are on the GPU. None of a model
+        on the host, whose GPU has room for other matrices only while they are computed.
+        """
+        if not self.gpu or self.hosted:
+            return 0
+        of = _Weights.of(self.model, self.targets, coded)
+        most = GRAPHS_FIT * min(self.device_memory, available or self.device_memory)
+        left = int(most) - self._block_by_block(of, coded, self.tokens_at_once)
+        return min(of.blocks, max(0, left) // self._graph(coded))
+
+    @cached_property
+    def tokens_at_once(self) -> int:
+        """Tokens that go through a block at once: all of a step where a GPU has room for them, else TOKENS_AT_ONCE.
+
+        All phases of a run answer alike, since another number is another shape to compile; that without codes decides.
+        """
+        tokens = self._tokens
+        if not self.gpu or tokens <= TOKENS_AT_ONCE:
+            return TOKENS_AT_ONCE
+        coded = [target.name for target in self.targets] if self.hosted else ()
+        needed = self._block_by_block(_Weights.of(self.model, self.targets, coded), coded, tokens)
+        return tokens if needed <= FITS * self.device_memory else TOKENS_AT_ONCE
+
+    @property
+    def _tokens(self) -> int:
+        """Of a step, on one GPU."""
+        count, length = self.windows
+        return length * -(-self.settings.windows_of_step(count, length) // self.gpus)
+
+    @property
+    def _compiled(self) -> bool:
+        return self.gpu and self.compiles and self.settings.num_steps >= MIN_STEPS_TO_COMPILE
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a weight's cast under autocast, which there is on a GPU."""
+        return 2 if self.gpu else 0
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self.gpu else "cpu"
+
+    def _as_a_whole(self, of: "_Weights", *, at_least: bool) -> int:
+        (count, length), device = self.windows, self._device
+        states = state_bytes(count * length, of.hidden_size, device)
+        if states > MAX_MEMORY_FRACTION * self.device_memory:
+            states = 0
+        parameters = of.uncoded + of.coded + of.rest
+        kept = parameters * (4 + self._cast + of.element_size)
+        learning = of.uncoded + of.rest - of.tables
+        kept += 12 * learning + 9 * of.coded + states
+        if self.gpu:
+            kept += copied_to_sum(learning, min(of.largest, learning), gpus=self.gpus)
+        a_token = bytes_of_a_token(self.targets, of.vocabulary, device=device, compiled=self._compiled)
+        at_once = 0
+        if self.gpu and not at_least:
+            at_once = windows_that_fit(self.device_memory - kept, a_token, length, self.settings)
+        if at_once:
+            own = self._tokens // length
+            activations = min(at_once, own) * length * a_token
+            # those of a step that is one micro-batch are made while its activations go
+            gradients = 4 * learning if at_once >= own else 0
+            return kept - gradients + max(gradients, activations)
+        return kept + length * bytes_of_a_token(self.targets, of.vocabulary, device=device, compiled=False)
+
+    def _block_by_block(self, of: "_Weights", coded: Collection[str], at_once: int) -> int:
+        """With so many tokens through a block at once, and no graphs kept."""
+        tokens = self._tokens
+        kept = 8 * of.uncoded // self.gpus + 12 * of.rest - 8 * of.tables + of.rest * of.element_size
+        at_work = self._block_at_work(coded, min(tokens, at_once))
+        if self.hosted:
+            kept += 0 if self.group_size is None else 12 * of.coded // self.group_size
+            block = max(sum(target.size for target in members) for members in by_block_of(self.targets))
+            decoded = DECODED_BYTES * max(target.size for target in self.targets)
+            at_work = of.element_size * block + max(at_work, decoded)
+        else:
+            kept += of.coded * (1 + of.element_size)
+        hidden = 4 * tokens * of.hidden_size * (HOSTED_STATES if self.hosted else of.blocks + 2)
+        positions = min(tokens, positions_at_once(of.vocabulary, self._device))
+        logits = BYTES_OF_A_LOGIT[self._device] * of.vocabulary * positions + self._cast * of.embedding
+        # moments of the largest tensor, which torch's Adam wants in float32
+        moments = 0 if self.gpu else 4 * of.largest
+        return kept + max(hidden + max(at_work, logits), moments)
+
+    def _block_at_work(self, coded: Collection[str], tokens: int) -> int:
+        """Beside what is kept while the gradients of a block are computed, or its largest matrix is updated: of the block
+        that takes most."""
+        built = 8 if self.gpus > 1 else 4  # matrices that are not kept whole are beside their gradients
+        found = 0
+        for members in by_block_of(self.targets):
+            gradients = sum(
+                target.size * ((8 if target.name in coded else built) + self._cast) for target in members
+            )
+            uncoded = [target.size for target in members if target.name not in coded]
+            # torch's Adam wants them in float32
+            moments = 0 if self.gpu else 4 * max(uncoded, default=0)
+            activations = 4 * sum(sum(target.shape) for target in members)
+            found = max(found, gradients + max(moments, tokens * activations))
+        return found
+
+    def _graph(self, coded: Collection[str]) -> int:
+        """What a block that is not computed again keeps from forward to backward, of a step's tokens: activations, its
+        weights' casts, and in float32 those that are not there otherwise. Of the block that keeps most."""
+        found = 0
+        for members in by_block_of(self.targets):
+            built = [target.size for target in members if self.gpus > 1 or target.name in coded]
+            activations = (2 if self._compiled else 4) * sum(sum(target.shape) for target in members)
+            casts = self._cast * sum(target.size for target in members)
+            found = max(found, self._tokens * activations + casts + 4 * sum(built))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,93 +288,14 @@ class _Weights:
         )
 
 
-def _cast(gpu: bool) -> int:
-    """Bytes of a weight's cast under autocast, which there is on a GPU."""
-    return 2 if gpu else 0
-
-
-def _bytes_as_a_whole(
-    of: _Weights,
-    targets: Sequence[QuantTarget],
-    settings: Finetune,
-    windows: tuple[int, int],
-    *,
-    gpu: bool,
-    device_memory: int,
-    gpus: int,
-    at_least: bool,
-) -> int:
-    """`training_bytes` where the model is trained as a whole."""
-    (count, length), device = windows, "cuda" if gpu else "cpu"
-    states = state_bytes(count * length, of.hidden_size, device)
-    if states > MAX_MEMORY_FRACTION * device_memory:
-        states = 0
-    parameters = of.uncoded + of.coded + of.rest
-    kept = parameters * (4 + _cast(gpu) + of.element_size)
-    learning = of.uncoded + of.rest - of.tables
-    kept += 12 * learning + 9 * of.coded + states
-    if gpu:
-        kept += copied_to_sum(learning, min(of.largest, learning), gpus=gpus)
-    compiled = gpu and settings.num_steps >= MIN_STEPS_TO_COMPILE
-    a_token = bytes_of_a_token(targets, of.vocabulary, device=device, compiled=compiled)
-    at_once = 0
-    if gpu and not at_least:
-        at_once = windows_that_fit(device_memory - kept, a_token, length, settings)
-    if at_once:
-        own = -(-settings.windows_of_step(count, length) // gpus)
-        activations = min(at_once, own) * length * a_token
-        # those of a step that is one micro-batch are made while its activations go
-        gradients = 4 * learning if at_once >= own else 0
-        return kept - gradients + max(gradients, activations)
-    return kept + length * bytes_of_a_token(targets, of.vocabulary, device=device, compiled=False)
-
-
-def fullest_phase(
-    model: PreTrainedModel,
-    targets: Sequence[QuantTarget],
-    recipe: Recipe,
-    windows: tuple[int, int],
-    *,
-    by_block: bool,
-    gpu: bool,
-    device_memory: int,
-    gpus: int,
-    hosted: bool = False,
-) -> int:
-    """`training_bytes` of the phase that takes most: one after every round of mode `best`, else one at the end."""
-    group_size = getattr(recipe.quantizer, "group_size", None)
-    block_tokens = tokens_through_a_block(
-        model,
-        targets,
-        recipe.finetune,
-        windows,
-        device_memory=device_memory if gpu else None,
-        gpus=gpus,
-        hosted=hosted,
-        group_size=group_size,
-    )
-    names = {target.name for target in targets}
-    coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
+def fullest_phase(memory: TrainingMemory, recipe: Recipe) -> int:
+    """The bytes of the phase that takes most: one after every round of mode `best`, else one at the end."""
+    targets = memory.targets
+    coded = {"sparse": [set[str]()]}.get(recipe.mode, [{target.name for target in targets}])  # by phase
     if recipe.trains_in_rounds:
         rounds = rounds_of(targets, recipe.finetune.rounds)
         coded = list(accumulate([{target.name for target in members} for members in rounds], set.union))
-    return max(
-        training_bytes(
-            model,
-            targets,
-            each,
-            recipe.finetune,
-            windows,
-            by_block=by_block,
-            gpu=gpu,
-            device_memory=device_memory,
-            gpus=gpus,
-            hosted=hosted,
-            group_size=group_size,
-            block_tokens=block_tokens,
-        )
-        for each in coded
-    )
+    return max(map(memory.bytes_of_phase, coded))
 
 
 def hosted_training_bytes(
@@ -341,21 +320,3 @@ def hosted_training_bytes(
 def packed_bytes(targets: Sequence[QuantTarget], recipe: Recipe) -> int:
     """Of the matrices' codes, packed; about."""
     return round(sum(target.size for target in targets) * (recipe.budget.bits or recipe.quantizer.bits) / 8)
-
-
-def _blocks_at_work(
-    targets: Sequence[QuantTarget], coded: Collection[str], tokens: int, *, gpu: bool, divided: bool
-) -> int:
-    """Bytes beside what is kept while the gradients of a block are computed, or its largest matrix is updated: of the block
-    that takes most."""
-    built = 8 if divided else 4  # matrices that are not kept whole are beside their gradients
-    found = 0
-    for members in by_block_of(targets):
-        gradients = sum(
-            target.size * ((8 if target.name in coded else built) + _cast(gpu)) for target in members
-        )
-        uncoded = [target.size for target in members if target.name not in coded]
-        moments = 0 if gpu else 4 * max(uncoded, default=0)  # torch's Adam wants them in float32
-        activations = 4 * sum(sum(target.shape) for target in members)
-        found = max(found, gradients + max(moments, tokens * activations))
-    return found

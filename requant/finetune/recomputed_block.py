@@ -1,8 +1,11 @@
-"""A transformer block in training for which only the input is kept; its weights and its graph exist while it is computed.
+"""A transformer block in training of which little but the input is kept; its weights and graph exist while it is computed.
 
     forward     h = block(h) without a graph
     backward    block(h) again, with a graph, some windows at a time; gradients of its coded matrices -> those of their
                 trained floats, by the chain rule; its matrices without codes -= Adam(gradients); gradients dropped
+
+If there is memory for it (`TrainingMemory.graphs_kept`), weights and graph stay from forward to backward instead, and the
+block is computed once.
 
 Activation checkpointing is from Chen et al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is
 complete is from LOMO (Lv et al. 2023, arXiv 2306.09782). With several ranks each keeps a part of a matrix without codes
@@ -12,7 +15,8 @@ complete is from LOMO (Lv et al. 2023, arXiv 2306.09782). With several ranks eac
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,18 +33,44 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """Of a block's call for some windows."""
+
+    hidden: Tensor  # a leaf
+    output: Tensor
+
+
 @dataclass(kw_only=True)
 class ChunkSizes:
-    """How much goes at once; halved once where memory runs out."""
+    """How much goes at once, halved once where memory runs out, and graphs, which are given up before that."""
 
     windows: int  # through a block
     positions: int  # whose logits exist
+    keeps_graphs: bool = False
     lowered: bool = False
+    # of chunks, from forward to backward
+    graphs: "dict[LearningBlock, list[_Graph]]" = field(default_factory=dict)
 
-    def fitting(self, compute: Callable[[], T]) -> T:
-        """`compute()`, which reads both numbers; where memory runs out for the first time, once more with half of them."""
+    def without_graphs(self, compute: Callable[[], T]) -> T:
+        """`compute()`; where memory runs out beside graphs, once more without any, for good."""
         try:
             return compute()
+        except (RuntimeError, MemoryError) as error:
+            if not self.keeps_graphs or not is_out_of_memory(error):
+                raise
+        self.keeps_graphs = False
+        self.graphs.clear()
+        logger.warning("memory ran out in training: from now on every block is computed twice")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return compute()
+
+    def fitting(self, compute: Callable[[], T]) -> T:
+        """`compute()`, which reads both numbers; where memory runs out without graphs for the first time, once more with
+        half of them."""
+        try:
+            return self.without_graphs(compute)
         except (RuntimeError, MemoryError) as error:
             if self.lowered or not is_out_of_memory(error):
                 raise
@@ -84,7 +114,7 @@ class LearningBlock:
     """One transformer block in training; called in place of its forward.
 
     `coded` are its quantized matrices, `divided` those without codes of which this rank holds a part, `optimizer` that of
-    its matrices without codes, None where it has none.
+    its matrices without codes, None where it has none. `stays`: weights and graph are there from forward to backward.
     """
 
     def __init__(
@@ -94,25 +124,35 @@ class LearningBlock:
         divided: Sequence[DividedMatrix],
         optimizer: SixteenBitAdam | None,
         chunks: ChunkSizes,
+        *,
+        stays: bool = False,
     ) -> None:
         self.forward, self.parameters = block.forward, list(block.parameters())
         self.coded, self.divided, self.optimizer, self.chunks = coded, divided, optimizer, chunks
+        self.stays = stays
+        self.built: set[Tensor] = set()  # parameters that hold their weights
         self.rest: tuple[Any, ...] | None = None  # what the block returns after its hidden states, if a tuple
         self.dtypes = [weight.parameter.dtype for weight in coded]
         self._release()
 
     def __call__(self, hidden: Float[Tensor, "b t d"], *args: Any, **kwargs: Any) -> Any:
-        output = _Recomputed.apply(hidden, self, args, kwargs)
+        learns = torch.is_grad_enabled() and hidden.requires_grad
+        output = _Learning.apply(hidden, self, args, kwargs, learns)
         return output if self.rest is None else (output, *self.rest)
 
-    def run(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The block's output, without a graph."""
+    def run(
+        self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, learns: bool
+    ) -> Tensor:
+        """The block's output, without a graph of its own; `learns`: `learn` follows."""
 
         def compute() -> Tensor:
             each = _chunks(hidden, args, kwargs, self.chunks.windows)
-            return torch.cat([self._output(*chunk) for chunk in each])
+            if not (learns and self.stays and self.chunks.keeps_graphs):
+                return _joined([self._output(*chunk) for chunk in each])
+            graphs = self.chunks.graphs[self] = [self._graph(*chunk) for chunk in each]
+            return _joined([graph.output.detach() for graph in graphs])
 
-        with self._built():
+        with self._built(stays=learns and self.stays):
             return self.chunks.fitting(compute)
 
     def learn(
@@ -123,17 +163,17 @@ class LearningBlock:
         def compute() -> Tensor:
             for parameter in self.parameters:
                 parameter.grad = None
-            found = []
-            each = _chunks(hidden, args, kwargs, self.chunks.windows)
-            for chunk, arriving in zip(each, gradient.split(self.chunks.windows), strict=True):
-                leaf = chunk[0].detach().requires_grad_()
-                with torch.enable_grad():
-                    with mixed_precision(leaf, keeps_casts=False):  # of weights that are not there long
-                        output = self._output(leaf, *chunk[1:])
-                    output.backward(arriving)
-                assert leaf.grad is not None
-                found.append(leaf.grad)
-            return torch.cat(found)
+            kept = self.chunks.graphs.pop(self, None)
+            anew = (self._graph(*each) for each in _chunks(hidden, args, kwargs, self.chunks.windows))
+            found: list[Tensor] = []
+            done = 0
+            for graph in kept or anew:
+                count = len(graph.hidden)
+                graph.output.backward(gradient[done : done + count])
+                assert graph.hidden.grad is not None
+                found.append(graph.hidden.grad)
+                done += count
+            return _joined(found)
 
         with self._built():
             found = self.chunks.fitting(compute)
@@ -145,7 +185,7 @@ class LearningBlock:
         return found
 
     def run_along(self) -> None:
-        """`run` of a rank without windows: other ranks need its parts, and what it decodes."""
+        """`run` of a rank without windows: other ranks need its parts, and what it decodes. Collective."""
         with torch.no_grad():
             for weight in self.coded:
                 if weight.hosted is not None:
@@ -155,7 +195,8 @@ class LearningBlock:
 
     def learn_along(self) -> None:
         """`learn` of a rank without windows: its gradients are zero, those of others are not."""
-        self.run_along()
+        if not self.stays:
+            self.run_along()
         self._update()
 
     def close(self) -> None:
@@ -178,41 +219,71 @@ class LearningBlock:
         output = self.forward(hidden, *args, **kwargs)
         if isinstance(output, Tensor):
             return output
-        self.rest = tuple(output[1:])
+        # of no graph: what is kept of one is this block's own
+        self.rest = tuple(each.detach() if isinstance(each, Tensor) else each for each in output[1:])
         return output[0]
 
+    def _graph(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
+        leaf = hidden.detach().requires_grad_()
+        with (
+            torch.enable_grad(),
+            mixed_precision(leaf, keeps_casts=False),
+        ):  # of weights that are not there long
+            return _Graph(leaf, self._output(leaf, args, kwargs))
+
     @contextmanager
-    def _built(self) -> Iterator[None]:
-        """Coded and divided matrices hold their weights while the context lasts."""
-        with torch.no_grad(), torch.autocast(self.parameters[0].device.type, enabled=False):
-            for weight in (*self.coded, *self.divided):
-                # in one layout: a compiled block is compiled again for another
-                weight.parameter.data = weight.value().contiguous()
+    def _built(self, *, stays: bool = False) -> Iterator[None]:
+        """Coded and divided matrices hold their weights while the context lasts. If they stay, until the end of the next:
+        coded ones beside a graph only, but divided ones in any case, since other ranks will not send their parts again."""
+        staying: Sequence[ReparametrizedWeight | DividedMatrix] = ()
         try:
+            for weight in self.coded:
+                # other ranks wait for what a hosted one decodes, which must not be done twice, but there are no graphs then
+                self.chunks.without_graphs(partial(self._build, weight))
+            for matrix in self.divided:
+                self._build(matrix)
             yield
+            if stays:
+                staying = [*self.divided, *(self.coded if self in self.chunks.graphs else ())]
         finally:
+            self.built &= {weight.parameter for weight in staying}
             self._release()
+
+    @torch.no_grad()
+    def _build(self, weight: ReparametrizedWeight | DividedMatrix) -> None:
+        if weight.parameter in self.built:
+            return
+        with torch.autocast(self.parameters[0].device.type, enabled=False):
+            # in one layout: a compiled block is compiled again for another
+            weight.parameter.data = weight.value().contiguous()
+        self.built.add(weight.parameter)
 
     def _release(self) -> None:
         for weight in (*self.coded, *self.divided):
-            weight.parameter.data = _placeholder(weight.parameter)
+            if weight.parameter not in self.built:
+                weight.parameter.data = _placeholder(weight.parameter)
 
 
-class _Recomputed(torch.autograd.Function):
-    """A block of which only the input is kept."""
+class _Learning(torch.autograd.Function):
+    """A block of which the graph around it sees only the input."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, block: LearningBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ctx: Any,
+        hidden: Tensor,
+        block: LearningBlock,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        learns: bool,
     ) -> Tensor:
         ctx.block, ctx.call = block, (args, kwargs)
         ctx.save_for_backward(hidden)
-        return block.run(hidden, args, kwargs)
+        return block.run(hidden, args, kwargs, learns=learns)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (hidden,) = ctx.saved_tensors
-        return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None
+        return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None, None
 
 
 def _chunks(
@@ -230,6 +301,10 @@ def _chunks(
     for start in range(0, count, windows):
         rows = slice(start, start + windows)
         yield hidden[rows], cut(args, rows), {name: cut(value, rows) for name, value in kwargs.items()}
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(chunks)) if len(chunks) > 1 else chunks[0]
 
 
 def _placeholder(parameter: Tensor) -> Tensor:

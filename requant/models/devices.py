@@ -78,6 +78,14 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+def available_memory(device: torch.device) -> int:
+    """Bytes that are free on a device, or taken by this process's tensors there: all but what others have."""
+    taken = (
+        torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    )
+    return free_memory(device) + taken
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of a device that this process may take, free or not; where there is no GPU, an H200's stands for it."""
     if device.type == "cuda":

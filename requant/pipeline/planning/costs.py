@@ -10,17 +10,21 @@ from math import ceil
 import torch
 
 from requant.allocation.budget import has_budget
-from requant.calibration.batches import tokens_at_once, windows_without_logits
+from requant.calibration.batches import (
+    RECOMPUTE_ABOVE,
+    recomputes_blocks,
+    tokens_at_once,
+    windows_without_logits,
+)
 from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
-from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.evaluation.diagnosis import DIAGNOSED_TOKENS
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.devices import total_memory
-from requant.models.targets import QuantTarget, siblings
+from requant.models.targets import QuantTarget, find_blocks, siblings
 from requant.pipeline.planning.rates import (
     ADAM_SECONDS,
     COMPILE_SECONDS,
@@ -42,6 +46,7 @@ from requant.pipeline.planning.workload import (
     goes_by_block,
     of_fullest_rank,
     tokens_of_step,
+    training_memory,
     windows_to_train,
 )
 from requant.pipeline.preparation.outline import Outline
@@ -92,12 +97,15 @@ class Costs:
         launching = self._blocks_of_batches(tokens, batch) * LAUNCH_SECONDS[0]
         return max(2 * self.parameters * tokens / self.rate, launching) + self.brought
 
-    def backward(self, tokens: int, share: float = 1.0, *, of_weights: bool = True) -> float:
-        """A pass through all blocks, and back through a `share` of them, which large models compute once more for that.
+    def backward(
+        self, tokens: int, share: float = 1.0, *, of_weights: bool = True, again: bool | None = None
+    ) -> float:
+        """A pass through all blocks, and back through a `share` of them, for which they may be computed `again` (None: by
+        model size).
 
         Gradients `of_weights` take as much arithmetic as those of inputs.
         """
-        again = self.parameters >= RECOMPUTE_ABOVE
+        again = self.parameters >= RECOMPUTE_ABOVE if again is None else again
         back = 1 + of_weights + again
         forth, gradients = LAUNCH_SECONDS
         calls = self._blocks_of_batches(tokens, gradients=True)
@@ -114,9 +122,16 @@ class Costs:
         return tokens / batch / count_gpus(self.prepared) * self.blocks
 
     def statistics(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> float:
-        passes = self.passes(targets, coded=coded)
-        gradients = sum(self.backward(self.windows, share, of_weights=False) for share in passes)
-        gradients *= len(self.method.needs & {"fisher", "output_hessian"})
+        passes, prepared = self.passes(targets, coded=coded), self.prepared
+        count, length = prepared.windows.shape
+        gradients = 0.0
+        for need in self.method.needs & {"fisher", "output_hessian"}:
+            again = bool(prepared.hosted) or recomputes_blocks(
+                prepared.model, (count, length), gpu=self.device == "cuda", inputs=need == "fisher"
+            )
+            gradients += sum(
+                self.backward(self.windows, share, of_weights=False, again=again) for share in passes
+            )
         return gradients + self.inputs * (len(passes) if self.parallel else 1) + self.hessians(targets)
 
     def hessians(self, targets: Sequence[QuantTarget]) -> float:
@@ -148,20 +163,27 @@ class Costs:
         seconds = steps_of_few if self.device == "cpu" else _writing(prepared)
         return max(2 * arithmetic, seconds)
 
-    def training(self, uncoded: int, *, by_block: bool) -> float:
-        """A phase of training, with so many weights without codes. Block by block every block runs twice."""
+    def training(self, uncoded: Sequence[QuantTarget], *, by_block: bool) -> float:
+        """A phase of training, while these matrices have no codes. Block by block, blocks whose graphs are not kept run
+        twice."""
         prepared, recipe, steps = self.prepared, self.recipe, self.steps
-        passes = 4 if by_block else 3
+        again = 0.0  # of the blocks, the share that runs twice
+        if by_block:
+            still_open = {target.name for target in uncoded}
+            coded = {target.name for target in prepared.targets} - still_open
+            kept = training_memory(prepared, recipe, self.device).graphs_kept(coded)
+            again = 1 - kept / len(find_blocks(prepared.model)[1])
         rate = self.rate * (COMPILED if self.compiled else 1.0)
-        seconds = steps * passes * 2 * self.parameters * tokens_of_step(prepared, recipe) / rate
+        seconds = steps * (3 + again) * 2 * self.parameters * tokens_of_step(prepared, recipe) / rate
         if prepared.hosted and recipe.finetune.trains:
             # codes that are decoded in every step, forward and backward
             gpus = count_gpus(prepared)
             decoding = DECODE_SECONDS * weights_to_decode(prepared.targets, gpus)
             sending = hosted_bytes(prepared.targets) / SENT_BYTES if gpus > 1 else 0.0
             seconds += steps * 2 * (decoding + sending)
-        shared = steps * _step_of_several(prepared, recipe, uncoded, by_block=by_block)
-        return seconds + shared
+        open_weights = sum(target.size for target in uncoded)
+        joined = 1 + again if by_block else 0.0
+        return seconds + steps * _step_of_several(prepared, recipe, open_weights, joined=joined)
 
     def compiling(self) -> float:
         return COMPILE_SECONDS * self.compiled
@@ -218,12 +240,12 @@ def _writing(prepared: Prepared | Outline) -> float:
     return batches * (length - PREFIX) * (STEP_SECONDS + (weights + keys_and_values) / STEP_BYTES)
 
 
-def _step_of_several(prepared: Prepared | Outline, recipe: Recipe, uncoded: int, *, by_block: bool) -> float:
+def _step_of_several(prepared: Prepared | Outline, recipe: Recipe, uncoded: int, *, joined: float) -> float:
     """Seconds that a step of training takes on several GPUs beside its arithmetic, with so many weights without codes.
 
     Gradients are summed, as a whole in 16 bits, and every GPU updates all that it holds whole. Block by block a matrix
-    without codes is held in parts: its 16-bit values are joined for the forward and the backward pass, and gradients are
-    summed in float32.
+    without codes is held in parts: its 16-bit values are joined `joined` times, whenever its block runs (0: the model is
+    trained as a whole), and gradients are summed in float32.
     """
     gpus = count_gpus(prepared)
     if gpus == 1 or not recipe.finetune.trains:
@@ -232,7 +254,7 @@ def _step_of_several(prepared: Prepared | Outline, recipe: Recipe, uncoded: int,
     whole = sum(p.numel() for p in prepared.model.parameters()) - sum(
         target.size for target in prepared.targets
     )
-    parts = uncoded if by_block else 0
+    parts = uncoded if joined else 0
     whole += uncoded - parts
-    summed = 4 if by_block else 2  # bytes
-    return others * ((2 * summed * whole + (2 * 2 + 4) * parts) / SENT_BYTES + ADAM_SECONDS * whole)
+    summed = 4 if joined else 2  # bytes
+    return others * ((2 * summed * whole + (2 * joined + 4) * parts) / SENT_BYTES + ADAM_SECONDS * whole)

@@ -11,7 +11,7 @@ from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.pipeline.planning.statistics import most_statistics, statistics_memory
-from requant.pipeline.planning.workload import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
+from requant.pipeline.planning.workload import count_gpus, of_fullest_rank, training_memory, windows_to_train
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared
 from requant.pipeline.preparation.shape_bytes import (
@@ -96,17 +96,7 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
     """Bytes of the fullest phase of training: one after every round of mode `best`, else one at the end."""
     if not recipe.finetune.trains:
         return 0
-    return fullest_phase(
-        prepared.model,
-        prepared.targets,
-        recipe,
-        windows_to_train(prepared),
-        by_block=goes_by_block(prepared, recipe, device),
-        gpu=device == "cuda",
-        device_memory=total_memory(torch.device(device)),
-        gpus=count_gpus(prepared),
-        hosted=prepared.hosted,
-    )
+    return fullest_phase(training_memory(prepared, recipe, device), recipe)
 
 
 def host_memory(prepared: Prepared | Outline, recipe: Recipe) -> int:

@@ -46,12 +46,12 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     if recipe.mode == "paper":
         yield from _sparse_part(costs)
     if recipe.mode == "sparse" and costs.steps:
-        whole = sum(target.size for target in prepared.targets)
-        yield Stage(name="recovery", kind="training", seconds=costs.training(whole, by_block=False))
+        steps = costs.training(prepared.targets, by_block=False)
+        yield Stage(name="recovery", kind="training", seconds=steps)
     yield _embedding_and_head(costs)
     if recipe.mode != "sparse" and costs.steps:
         states = 0.0 if _rounds_leave_states(costs) else costs.states()
-        steps = costs.training(0, by_block=costs.by_block)
+        steps = costs.training((), by_block=costs.by_block)
         yield Stage(name="fine-tuning", kind="training", seconds=steps + states + costs.compiling())
     yield _diagnosis(costs)
     yield _evaluation(costs)
@@ -86,10 +86,9 @@ def _rounds(costs: Costs) -> Iterator[Stage]:
     """The rounds of mode `best`; the training after the last one is a stage of its own."""
     targets = costs.prepared.targets
     rounds = rounds_of(targets, costs.recipe.finetune.rounds)
-    whole = uncoded = sum(target.size for target in targets)
+    coded = 0
     for index, members in enumerate(rounds):
-        coded = whole - uncoded
-        uncoded -= sum(target.size for target in members)
+        uncoded = [target for later in rounds[index + 1 :] for target in later]
         name = round_name(index, len(rounds))
         states = 0.0 if index else costs.states()
         codes = _codes(costs, f"{name}, codes", members, kept=costs.kept and not index, coded=coded)
@@ -98,6 +97,7 @@ def _rounds(costs: Costs) -> Iterator[Stage]:
             steps = costs.training(uncoded, by_block=costs.by_block)
             first = (0.0 if costs.by_block else states) + (0.0 if index else costs.compiling())
             yield Stage(name=f"{name}, training", kind="training", seconds=steps + first)
+        coded += sum(target.size for target in members)
 
 
 def _rounds_leave_states(costs: Costs) -> bool:

@@ -4,7 +4,7 @@ A pass over the text collects the statistics of as many whole blocks as fit half
 leaving room for a batch of the pass, and then for the work on a matrix (`run/statistics.py`). It goes back no further
 than to the first of its blocks:
 
-    operations = forward + share (recomputed forward + backward),    share = blocks from that one on / all blocks
+    operations = forward + share (recomputed forward, if need be, + backward),    share = blocks from that one on / all
 
 A model on the host takes one pass, which stops between blocks and goes on (`calibration/block_by_block.py`).
 """
@@ -16,10 +16,9 @@ import torch
 
 from requant import ranks
 from requant.allocation.budget import has_budget
-from requant.calibration.batches import tokens_at_once, vocabulary_of
+from requant.calibration.batches import recomputes_blocks, tokens_at_once, vocabulary_of
 from requant.calibration.collect import bytes_needed
 from requant.calibration.experts import share_of_experts
-from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget, by_block, find_blocks
 from requant.pipeline.preparation.outline import Outline
@@ -152,8 +151,9 @@ def _backward_bytes(prepared: Prepared | Outline) -> int:
         sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)
         for members in by_block(prepared.targets)
     ]
-    parameters = sum(p.numel() for p in prepared.model.parameters())
-    activations = 4 * tokens * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
+    count, length = prepared.windows.shape
+    again = recomputes_blocks(prepared.model, (count, length), gpu=False)
+    activations = 4 * tokens * (max(floats) if again else sum(floats))
     logits = LOGIT_BYTES * tokens * vocabulary
     if 4 * tokens * vocabulary <= MAPPED_BYTES:
         logits *= HEAP_FACTOR

@@ -7,6 +7,7 @@ import torch
 
 from requant import ranks
 from requant.finetune.final import trains_by_block
+from requant.finetune.memory import TrainingMemory
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.preparation.outline import Outline
@@ -28,6 +29,22 @@ def goes_by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> 
         recipe.finetune,
         windows_to_train(prepared),
         device_memory=total_memory(torch.device(device)) if device == "cuda" else None,
+    )
+
+
+def training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> TrainingMemory:
+    """What the run's training holds."""
+    return TrainingMemory(
+        model=prepared.model,
+        targets=prepared.targets,
+        settings=recipe.finetune,
+        windows=windows_to_train(prepared),
+        by_block=goes_by_block(prepared, recipe, device),
+        gpu=device == "cuda",
+        device_memory=total_memory(torch.device(device)),
+        gpus=count_gpus(prepared),
+        hosted=bool(prepared.hosted),
+        group_size=getattr(recipe.quantizer, "group_size", None),
     )
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.errors import RecipeError, TextError
 from requant.finetune.final import trains_by_block
-from requant.finetune.memory import fullest_phase
+from requant.finetune.memory import TrainingMemory, fullest_phase
 from requant.inference.static_cache import static_cache
 from requant.models.devices import total_memory
 from requant.models.loading import context_limit
@@ -99,17 +99,19 @@ def trained_where_it_fits(
 
     def bytes_of(chosen: Recipe) -> int:
         shape = (windows.shape[0] + own_windows_of(model, chosen, targets, windows), windows.shape[1])
-        return fullest_phase(
-            model,
-            targets,
-            chosen,
-            shape,
+        training = TrainingMemory(
+            model=model,
+            targets=targets,
+            settings=chosen.finetune,
+            windows=shape,
             by_block=trains_by_block(model, targets, chosen.finetune, shape, device_memory=memory),
             gpu=True,
             device_memory=memory,
             gpus=ranks.count_owners(targets),
             hosted=hosted,
+            group_size=getattr(chosen.quantizer, "group_size", None),
         )
+        return fullest_phase(training, chosen)
 
     ways = [recipe, trained_at_the_end(recipe, targets)] if recipe.trains_in_rounds else [recipe]
     needed = 0

@@ -6,8 +6,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.shapes import config_of
 from requant.calibration import batches
-from requant.calibration.batches import bytes_of_logits, first_batch, tokens_at_once
+from requant.calibration.batches import (
+    bytes_of_a_token,
+    bytes_of_logits,
+    first_batch,
+    recomputes_blocks,
+    tokens_at_once,
+)
 from requant.calibration.collect import batch_bytes
+from requant.models.experts import unfuse_experts
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -67,3 +74,30 @@ def test_a_batch_of_1b_is_planned_as_an_h200_took_it(monkeypatch) -> None:
     assert batch_bytes(model, (256, 2048), frozenset({"hessian"}), by_block=False) == bytes_of_logits(
         model, 256, 2048
     )
+
+
+def test_large_models_are_computed_once_where_their_graph_is_small_beside_the_gpu(monkeypatch) -> None:
+    """8B on an H200, in 16 bits and without the linears' inputs; the plan counts the graph of every block then."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of("8b")).bfloat16()
+    windows = (128, 2048)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    graph = 2048 * bytes_of_a_token(model)
+    assert 8e9 < graph < 150e9 / 12
+    assert not recomputes_blocks(model, windows, gpu=True)
+    assert batch_bytes(model, windows, frozenset({"output_hessian"}), by_block=False) > graph
+    assert recomputes_blocks(model, windows, gpu=False)
+    assert recomputes_blocks(model, windows, gpu=True, inputs=True)
+    assert batch_bytes(model, windows, frozenset({"fisher"}), by_block=False) < graph
+    monkeypatch.setattr("requant.models.devices.H200_MEMORY", 80 * 2**30)
+    assert recomputes_blocks(model, windows, gpu=True)
+    monkeypatch.undo()
+    assert recomputes_blocks(model.float(), windows, gpu=True)
+
+
+def test_blocks_with_experts_are_computed_again(tiny_model, monkeypatch) -> None:
+    monkeypatch.setattr(batches, "RECOMPUTE_ABOVE", 0)
+    mixture = tiny_model("qwen3-moe").bfloat16()
+    unfuse_experts(mixture)  # as a run loads it
+    assert recomputes_blocks(mixture, (2, 32), gpu=True)
+    assert not recomputes_blocks(tiny_model("llama").bfloat16(), (2, 32), gpu=True)

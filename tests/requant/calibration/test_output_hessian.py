@@ -65,7 +65,7 @@ def test_their_pass_sees_the_inputs_too(
     unfuse_experts(model)
     targets = find_linears(model)
     monkeypatch.setattr("requant.calibration.batches.chunks", lambda windows, *_, **__: windows.split(3))
-    monkeypatch.setattr("requant.calibration.passes.RECOMPUTE_ABOVE", 0 if recompute else 10**12)
+    monkeypatch.setattr("requant.calibration.batches.RECOMPUTE_ABOVE", 0 if recompute else 10**12)
     separate = input_statistics(model, tiny_windows, targets)
     alone = output_hessians(model, tiny_windows, targets)
     needs = frozenset({"hessian", "output_hessian"})
@@ -89,7 +89,7 @@ def test_weights_in_float32_are_multiplied_as_in_training(
     """In bfloat16 on a GPU, here told to a CPU: G is float32 and moves by its rounding alone."""
     model, dtypes = tiny_model("llama"), set()
     targets = find_linears(model)
-    monkeypatch.setattr("requant.calibration.passes.RECOMPUTE_ABOVE", 0 if recompute else 10**12)
+    monkeypatch.setattr("requant.calibration.batches.RECOMPUTE_ABOVE", 0 if recompute else 10**12)
     exact = output_hessians(model, tiny_windows, targets)
     monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)
     for target in targets:

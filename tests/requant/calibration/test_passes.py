@@ -167,7 +167,7 @@ def test_a_forward_that_was_replaced_before_comes_back(tiny_model, tiny_windows,
     assert block.__dict__.get("forward") is replaced
 
 
-def test_recompute_is_on_above_a_billion_parameters(tiny_model, monkeypatch) -> None:
+def test_recompute_is_on_for_large_models(tiny_model, monkeypatch) -> None:
     model = tiny_model("llama")
     block = find_blocks(model)[1][0]
     with passes.recomputed_blocks(model, None):

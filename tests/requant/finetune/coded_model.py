@@ -40,13 +40,14 @@ class Problem:
         for name, params in self.params.items():
             self.learning |= {f"{name}.{field}": value for field, value in params.items()}
 
-    def step(self, teacher: HeadTeacher, hidden_weight: float = 0.0) -> BlockwiseStep:
+    def step(self, teacher: HeadTeacher, hidden_weight: float = 0.0, graphs_kept: int = 0) -> BlockwiseStep:
         return BlockwiseStep(
             self.model,
             teacher,
             [TrainableTensor(tensor=t, lr=1e-2) for t in self.learning.values()],
             self.derived,
             batch_tokens=64,
+            graphs_kept=graphs_kept,
             hidden_weight=hidden_weight,
         )
 

@@ -8,6 +8,7 @@ from requant.calibration.passes import recomputed_blocks
 from requant.finetune import blockwise, compile_blocks
 from requant.finetune.compile_blocks import fused
 from requant.finetune.loss import loss_sum
+from requant.finetune.recomputed_block import LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.experts import grouped_products
@@ -37,7 +38,12 @@ def gradients_of_the_whole(
 
 
 def gradients_block_by_block(
-    problem: Problem, teacher: HeadTeacher, chosen, monkeypatch, hidden_weight: float = 0.0
+    problem: Problem,
+    teacher: HeadTeacher,
+    chosen,
+    monkeypatch,
+    hidden_weight: float = 0.0,
+    graphs_kept: int = 0,
 ) -> dict[int, torch.Tensor]:
     """What Adam gets in a step, by tensor; in parts of two windows and of seven positions."""
     found: dict[int, torch.Tensor] = {}
@@ -52,7 +58,7 @@ def gradients_block_by_block(
     monkeypatch.setattr(blockwise, "positions_at_once", lambda *_: 7)
     monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 32)
     with recomputed_blocks(problem.model, False):
-        step = problem.step(teacher, hidden_weight=hidden_weight)
+        step = problem.step(teacher, hidden_weight, graphs_kept)
         step(teacher.micro_batches(chosen, None), 1.0)
         step.close()
     return found
@@ -103,7 +109,46 @@ def test_gradients_of_products_in_bfloat16_are_those_of_the_whole_model(
         assert (found[id(problem.learning[key])] - gradient).norm() <= 0.03 * gradient.norm(), key
 
 
-def test_a_rank_without_windows_takes_part(tiny_model, random_weight, windows, monkeypatch) -> None:
+@pytest.mark.parametrize("name", [*MODELS, "zaya"])
+def test_blocks_whose_graphs_are_kept_are_computed_once(
+    tiny_model, random_weight, windows, monkeypatch, name
+) -> None:
+    """To the same gradients, bit for bit; blocks of ZAYA read what those before them returned beside hidden states."""
+    teacher, chosen = HeadTeacher(tiny_model(name), windows), torch.tensor([4, 1, 5, 0])
+    blocks, plain, calls = len(find_blocks(tiny_model(name))[1]), LearningBlock._output, 0
+
+    def counted(block, *rest):
+        nonlocal calls
+        calls += 1
+        return plain(block, *rest)
+
+    monkeypatch.setattr(LearningBlock, "_output", counted)
+    found = []
+    for kept in range(blocks + 1):
+        problem, calls = Problem(tiny_model(name), random_weight), 0
+        gradients = gradients_block_by_block(problem, teacher, chosen, monkeypatch, graphs_kept=kept)
+        assert calls == 2 * (2 * blocks - kept)  # two chunks, forward and backward
+        learning = problem.learning.items()
+        found.append({key: gradients[id(t)] for key, t in learning if id(t) in gradients})
+    first, *others = found
+    assert blocks > 1
+    for other in others:
+        assert other.keys() == first.keys() and all(torch.equal(other[key], first[key]) for key in first)
+
+
+def test_validation_keeps_no_graphs(tiny_model, random_weight, windows) -> None:
+    problem = Problem(tiny_model("llama"), random_weight)
+    with recomputed_blocks(problem.model, False):
+        step = problem.step(HeadTeacher(tiny_model("llama"), windows[:4], windows[4:]), graphs_kept=1)
+        step.mean_kl()
+        assert not step.chunks.graphs and not any(block.built for block in step.blocks)
+        step.close()
+
+
+@pytest.mark.parametrize("graphs_kept", [0, 1])
+def test_a_rank_without_windows_takes_part(
+    tiny_model, random_weight, windows, monkeypatch, graphs_kept: int
+) -> None:
     """It sends parts and gradients of zero, matrix by matrix in the order of the others."""
     sent: list[tuple[str, torch.Size]] = []
 
@@ -129,30 +174,33 @@ def test_a_rank_without_windows_takes_part(tiny_model, random_weight, windows, m
     monkeypatch.setattr(ranks.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(ranks.dist, "all_gather", all_gather)
     monkeypatch.setattr(ranks.dist, "all_to_all_single", all_to_all)
-    found, matrices = [], 0
+    found, matrices, stay = [], 0, 0
     for idle in (False, True):
         problem = Problem(tiny_model("qwen3-moe"), random_weight)
         sent.clear()
         with recomputed_blocks(problem.model, False):
-            step = problem.step(teacher)
+            step = problem.step(teacher, graphs_kept=graphs_kept)
             step([] if idle else teacher.micro_batches(torch.arange(2), None), 1.0)
         found.append(list(sent))
         matrices = len(step.divided)
+        stay = sum(len(block.divided) for block in step.blocks if block.stays)
     assert found[0] == found[1]
     assert matrices and [kind for kind, _ in sent].count("gradients") > matrices  # and all else
-    assert [kind for kind, _ in sent].count("parts") == 2 * matrices  # forward and backward
+    assert (stay > 0) == (graphs_kept > 0)
+    assert [kind for kind, _ in sent].count("parts") == 2 * matrices - stay  # forward and backward
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
+@pytest.mark.parametrize("graphs_kept", [0, 1])
 def test_blocks_are_compiled_once_for_all_phases(
-    tiny_model, random_weight, windows, counting_compiler
+    tiny_model, random_weight, windows, counting_compiler, graphs_kept: int
 ) -> None:
     """Whatever is coded: weights that are built look as those that are kept."""
     model, teacher = tiny_model("llama"), HeadTeacher(tiny_model("llama"), windows)
     for kinds in (("q_proj", "k_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")):
         problem = Problem(model, random_weight, kinds)
         with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE):
-            step = problem.step(teacher)
+            step = problem.step(teacher, graphs_kept=graphs_kept)
             step(teacher.micro_batches(torch.arange(4), None), 1.0)
             step.close()
     # without a graph and with one, for the first block and the others

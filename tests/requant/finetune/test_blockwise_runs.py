@@ -11,7 +11,7 @@ from requant.allocation.budget import uniform
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune, teacher_of, trains_by_block
-from requant.finetune.memory import training_bytes
+from requant.finetune.memory import TrainingMemory
 from requant.finetune.recomputed_block import LearningBlock
 from requant.finetune.teacher import HeadTeacher, Teacher, states_on_host
 from requant.models.targets import find_blocks, find_linears
@@ -60,9 +60,15 @@ def test_size_and_memory_decide_where_the_recipe_does_not(tiny_model, monkeypatc
         return trains_by_block(model, targets, settings, windows, device_memory=memory)
 
     settings = Finetune(steps=1)
-    whole = training_bytes(
-        model, targets, (), settings, windows, by_block=False, gpu=True, device_memory=10**9, at_least=True
-    )
+    whole = TrainingMemory(
+        model=model,
+        targets=targets,
+        settings=settings,
+        windows=windows,
+        by_block=False,
+        gpu=True,
+        device_memory=10**9,
+    ).bytes_of_phase((), at_least=True)
     assert not decided() and decided(True) and not decided(memory=10**9)
     assert decided(memory=round(whole / 2)) and not decided(False, memory=round(whole / 2))
     monkeypatch.setattr(final, "BLOCKWISE_FROM", 1000)

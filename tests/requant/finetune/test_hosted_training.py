@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import requant
-from requant.finetune import blockwise, saved_training
+from requant.finetune import saved_training
 from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import DecodedBlock
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, hosted, monkeypatch, name, method, dtype, changes
 ) -> None:
     """Trained at the end only, whatever rounds the recipe has, with batches of states in several groups."""
-    monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr("requant.finetune.memory.TOKENS_AT_ONCE", 64)
     monkeypatch.setattr("requant.finetune.teacher.batches_at_once", lambda *_, **__: 2)
     if dtype == "bfloat16":  # training multiplies in it, as on a GPU
         monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)

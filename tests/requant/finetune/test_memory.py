@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 from requant.finetune.final import params_in_single_precision, split_windows, teacher_of
 from requant.finetune.loop import single_precision, train
-from requant.finetune.memory import training_bytes
+from requant.finetune.memory import TrainingMemory
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
@@ -96,16 +96,15 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_we
             live.peak = live.now
             saved = SavedTraining.of(run, "test")
             train(run, teacher, trainables, derived, settings, saved=saved, hidden_weight=hidden_weight)
-    predicted = training_bytes(
-        run.model,
-        run.targets,
-        set(weights),
-        settings,
-        (windows.shape[0], windows.shape[1]),
+    predicted = TrainingMemory(
+        model=run.model,
+        targets=run.targets,
+        settings=settings,
+        windows=(windows.shape[0], windows.shape[1]),
         by_block=by_block,
         gpu=False,
         device_memory=10**10,
-    )
+    ).bytes_of_phase(set(weights))
     assert predicted == pytest.approx(live.peak - host, rel=0.15)
 
 
@@ -144,16 +143,15 @@ def test_what_training_holds_of_a_hosted_model_is_predicted(hosted, tokens: int)
     best = 4 * sum(each.tensor.numel() for each in trainables)
     width, blocks = run.model.get_input_embeddings().weight.shape[1], len(find_blocks(run.model)[1])
     waiting = 4 * min(tokens, windows.numel()) * width * blocks
-    predicted = training_bytes(
-        run.model,
-        run.targets,
-        set(weights),
-        settings,
-        (windows.shape[0], windows.shape[1]),
+    predicted = TrainingMemory(
+        model=run.model,
+        targets=run.targets,
+        settings=settings,
+        windows=(windows.shape[0], windows.shape[1]),
         by_block=True,
         gpu=False,
         device_memory=10**10,
         hosted=True,
         group_size=run.recipe.quantizer.group_size,
-    )
+    ).bytes_of_phase(set(weights))
     assert predicted == pytest.approx(live.peak - states - best - waiting - packed, rel=0.2)

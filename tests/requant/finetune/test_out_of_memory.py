@@ -27,13 +27,16 @@ class Exhausted:
         monkeypatch.setattr(LearningBlock, "_output", output)
 
 
-def learned(tiny_model, random_weight, windows) -> tuple[dict[str, torch.Tensor], BlockwiseStep]:
+def learned(
+    tiny_model, random_weight, windows, graphs_kept: int = 0
+) -> tuple[dict[str, torch.Tensor], BlockwiseStep]:
     teacher = HeadTeacher(tiny_model("llama"), windows)
     problem = Problem(tiny_model("llama"), random_weight)
     with recomputed_blocks(problem.model, False):
-        step = problem.step(teacher)
+        step = problem.step(teacher, graphs_kept=graphs_kept)
         for _ in range(2):
             step(teacher.micro_batches(torch.arange(6), None), 1.0)
+            assert not step.chunks.graphs
         step.close()
     return {name: tensor.detach().clone() for name, tensor in problem.learning.items()}, step
 
@@ -52,6 +55,50 @@ def test_where_memory_runs_out_half_as_much_goes_at_once(
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
     (record,) = caplog.records
     assert "memory ran out in training: from now on 3 windows" in record.message
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"),
+    [
+        ("_output", 1),  # the first block's forward pass
+        ("_output", 2),  # the second's, beside a graph
+        ("_output", 3),  # the forward pass of a second step
+        ("_build", 3),  # weights of the second block, beside a graph
+        ("_output", "backward"),  # the second block's backward pass, of its own graph
+    ],
+)
+def test_where_memory_runs_out_no_more_graphs_are_kept(
+    tiny_model, random_weight, windows, monkeypatch, caplog, where: str, calls: int | str
+) -> None:
+    """As many windows go at once as before; nothing is lost or counted twice."""
+    monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 6 * 16)
+    expected, _ = learned(tiny_model, random_weight, windows)
+    plain, seen = getattr(LearningBlock, where), 0
+    exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def called(block, *rest):
+        nonlocal seen
+        seen += 1
+        if seen == calls:
+            raise exhausted
+        found = plain(block, *rest)
+        if calls == "backward" and seen == 2:
+            found.register_hook(runs_out)
+        return found
+
+    def runs_out(_gradient: torch.Tensor) -> None:
+        if not caplog.records:
+            raise exhausted
+
+    monkeypatch.setattr(LearningBlock, where, called)
+    found, step = learned(tiny_model, random_weight, windows, graphs_kept=2)
+    assert not step.chunks.keeps_graphs and not step.chunks.lowered and not step.chunks.graphs
+    assert not any(block.built for block in step.blocks)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor)
+    assert [record.message for record in caplog.records] == [
+        "memory ran out in training: from now on every block is computed twice"
+    ]
 
 
 def test_memory_that_runs_out_twice_ends_the_run(tiny_model, random_weight, windows, monkeypatch) -> None:

@@ -45,6 +45,7 @@ def gpu(monkeypatch) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 - reserved[0], 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 10))
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda part, index: given.update({str(index): part})
@@ -57,9 +58,11 @@ def gpu(monkeypatch) -> dict[str, float]:
 def test_a_run_takes_no_more_of_a_gpu_than_it_may(gpu, name: str, index: str) -> None:
     device = torch.device(name)
     assert (devices.total_memory(device), devices.free_memory(device)) == (80, 50)
+    assert devices.available_memory(device) == 60
     devices.limit_gpu_memory(24, name)
     assert gpu == {index: 24 / 80}
     assert (devices.total_memory(device), devices.free_memory(device)) == (24, 14)
+    assert devices.available_memory(device) == 24
     devices.limit_gpu_memory(70, name)  # 60 of them are not in tensors, but others have 20 of the GPU
     assert (devices.total_memory(device), devices.free_memory(device)) == (70, 50)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from requant.finetune.divided import in_parts
-from requant.finetune.memory import training_bytes
+from requant.finetune.memory import FITS, TrainingMemory, fullest_phase
 from requant.finetune.step import PARTS
 from requant.pipeline.planning.memory import _training_memory
 from requant.pipeline.planning.plan import make_plan
 from requant.pipeline.planning.rates import DECODE_SECONDS
 from requant.pipeline.planning.schedule import expected_stages
+from requant.pipeline.planning.workload import training_memory
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import _alike_on_all_ranks
 from requant.quantizers.table_trellis import TRELLIS
@@ -92,25 +93,15 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = default_recipe(source, None, gpu=True)
     shaped = outline(source, recipe, dtype="bfloat16", gpus=gpus)
+    memory = training_memory(shaped, shaped.recipe, "cuda")
     rounds = rounds_of(shaped.targets, recipe.finetune.rounds)
-    count, length = shaped.train_windows.shape
-    phases = [
-        training_bytes(
-            shaped.model,
-            shaped.targets,
-            {target.name for members in rounds[: index + 1] for target in members},
-            shaped.recipe.finetune,
-            (count, length),
-            by_block=True,
-            gpu=True,
-            device_memory=1,
-            gpus=gpus,
-            block_tokens=16_384,  # all of a step, since this GPU has room for them
-        )
-        for index in range(len(rounds))
+    coded = [
+        {target.name for members in rounds[: index + 1] for target in members} for index in range(len(rounds))
     ]
+    phases = [memory.bytes_of_phase(each, at_least=True) for each in coded]
     assert max(phases) == phases[fullest] > min(phases)
-    assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
+    with_graphs = [memory.bytes_of_phase(each) for each in coded]
+    assert fullest_phase(memory, shaped.recipe) == max(with_graphs) <= FITS * memory.device_memory
 
 
 def test_a_plan_counts_gradients_that_are_rounded_for_their_sum(tmp_path: Path) -> None:
@@ -118,18 +109,16 @@ def test_a_plan_counts_gradients_that_are_rounded_for_their_sum(tmp_path: Path) 
     source = save_shape("1b", tmp_path)
     recipe = default_recipe(source, None, gpu=True)
     one, two = (
-        training_bytes(
-            shaped.model,
-            shaped.targets,
-            (),
-            shaped.recipe.finetune,
-            (64, 2048),
+        TrainingMemory(
+            model=shaped.model,
+            targets=shaped.targets,
+            settings=shaped.recipe.finetune,
+            windows=(64, 2048),
             by_block=False,
             gpu=True,
             device_memory=1,
             gpus=gpus,
-            at_least=True,
-        )
+        ).bytes_of_phase((), at_least=True)
         for gpus in (1, 2)
         for shaped in [outline(source, recipe, dtype="bfloat16", gpus=gpus)]
     )

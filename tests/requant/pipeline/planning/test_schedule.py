@@ -16,6 +16,7 @@ from requant.pipeline.planning.plan import Plan, make_plan
 from requant.pipeline.planning.rates import DECODE_SECONDS
 from requant.pipeline.planning.schedule import expected_stages
 from requant.pipeline.planning.statistics import statistics_passes
+from requant.pipeline.planning.workload import training_memory
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare
 from requant.recipe.defaults import default_recipe
@@ -154,6 +155,29 @@ def test_states_of_the_original_are_counted_where_they_are_computed(tiny_folder,
     }
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_blocks_whose_graphs_fit_the_gpu_run_once(tmp_path: Path, monkeypatch, gpus: int) -> None:
+    """As many as fit in 85 % of it: more on two GPUs, which divide tokens and what learns, and on a larger one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = save_shape("8b", tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    kept, seconds = [], []
+    for gigabytes in (100, 150, 1000):
+        monkeypatch.setattr("requant.models.devices.H200_MEMORY", gigabytes * 10**9)
+        shaped = outline(source, recipe, dtype="bfloat16", device="cuda", gpus=gpus)
+        memory = training_memory(shaped, shaped.recipe, "cuda")
+        without, needed = (memory.bytes_of_phase((), at_least=least) for least in (True, False))
+        kept.append(memory.graphs_kept(()))
+        assert needed <= max(without, 0.85 * memory.device_memory)
+        assert memory.graphs_kept((), available=without) == 0
+        stages = expected_stages(shaped, shaped.recipe, "cuda")
+        seconds.append(sum(stage.seconds for stage in stages if stage.kind == "training"))
+    assert kept == ([0, 13, 32] if gpus == 1 else [12, 28, 32])
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    assert dataclasses.replace(memory, hosted=True).graphs_kept(()) == 0
+    assert dataclasses.replace(memory, gpu=False).graphs_kept(()) == 0
+
+
 def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypatch) -> None:
     """Codes with their statistics, and training, each within a fifth, but for the first codes: how long the original's
     states take, which come before them, depends on the text. The run compiled kernels too, which no plan counts."""
@@ -176,6 +200,26 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
     for name in ("diagnosis", "evaluation"):
         planned = next(stage.seconds for stage in stages if stage.name == name)
         assert planned == pytest.approx(took[name], rel=0.15)
+
+
+def test_the_plan_of_an_8b_shape_is_what_two_h200s_took(tmp_path: Path, monkeypatch) -> None:
+    """Codes with their statistics within 15 %, training within 10, but for rounds in which its state was saved."""
+    results = json.loads((ROOT / "eval" / "results" / "speed-8b-h200.json").read_text())["run_8b_2_gpus"]
+    took = {name: stage["took"] for name, stage in results["stages"].items()}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("requant.finetune.memory.GRAPHS_FIT", 0.9)  # as in this run
+    source = save_shape("8b", tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    text = dataclasses.replace(recipe.finetune, train_windows=981)  # what the text had
+    shaped = outline(
+        source, dataclasses.replace(recipe, finetune=text), dtype="bfloat16", device="cuda", gpus=2
+    )
+    planned = {stage.name: stage.seconds for stage in expected_stages(shaped, shaped.recipe, "cuda")}
+    codes = ["allocation", *(f"round {number} of 6, codes" for number in range(1, 7))]
+    training = [f"round {number} of 6, training" for number in (1, 2, 4)]
+    for names, within in ((codes, 0.15), (training, 0.1)):
+        total = sum(took[name] for name in names)
+        assert sum(planned[name] for name in names) == pytest.approx(total, rel=within)
 
 
 @pytest.mark.parametrize("run", ["run_1b", "run_1b_in_24GiB"])
