@@ -1,7 +1,8 @@
 """Safetensors shards, written tensor by tensor, with checksums computed while writing.
 
 Tensors of one unit (a matrix) stay in one shard. At most one shard waits in memory, because the header with
-all sizes comes first in the file; within a shard wide dtypes come first, so that every tensor is aligned.
+all sizes comes first in the file; within a shard wide dtypes come first, so that every tensor is aligned. Tensors whose
+sizes are known beforehand need not wait at all (`write_as_made`).
 """
 
 import errno
@@ -9,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from requant.models.safetensors_header import DTYPES
 from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = {"format": "pt"}  # transformers refuses a file without it
+STAGED_BYTES = 1 << 26  # of a GPU's tensor that pass through pinned memory at once
 
 
 def write_shards(
@@ -59,11 +62,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     # stable: the given order among dtypes of one size
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     text = header_text({name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in ordered})
-    end = _size(tensors)
-    if (free := shutil.disk_usage(path.parent).free) < end + len(text):
-        raise OSError(
-            errno.ENOSPC, f"the disk has {free:,} bytes free, but the next weight file needs {end:,}"
-        )
+    _check_free(path, _size(tensors) + len(text))
     digest = hashlib.sha256()
     with open(path, "xb") as file:
         for chunk in (len(text).to_bytes(8, "little"), text, *(_raw(tensor) for _, tensor in ordered)):
@@ -74,9 +73,47 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def header_text(specs: Mapping[str, TensorSpec]) -> bytes:
+def write_as_made(
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> None:
+    """One safetensors file of the tensors that `specs` describe, in that order, which has wide dtypes first.
+
+    Each is asked for when the one before is written, and comes from a GPU without a copy on the host. Raises OSError.
+    """
+    text = header_text(specs, metadata)
+    _check_free(path, sum(spec.bytes for spec in specs.values()) + len(text))
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for spec, tensor in zip(specs.values(), tensors, strict=True):
+            if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                raise ValueError(
+                    f"a tensor is {tensor.dtype} {tuple(tensor.shape)}, not as announced: {spec}"
+                )
+            for piece in _pieces(tensor.detach()):
+                file.write(piece)
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; those on a GPU in parts, each until the next one is asked for."""
+    if not tensor.is_cuda:
+        yield _raw(tensor)
+        return
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    staged = torch.empty(min(STAGED_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True)
+    for part in flat.split(STAGED_BYTES):
+        yield staged[: len(part)].copy_(part).numpy().data
+
+
+def _check_free(path: Path, needed: int) -> None:
+    if (free := shutil.disk_usage(path.parent).free) < needed:
+        raise OSError(
+            errno.ENOSPC, f"the disk has {free:,} bytes free, but the next weight file needs {needed:,}"
+        )
+
+
+def header_text(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] = METADATA) -> bytes:
     """The JSON header of a file that holds these tensors in this order, padded to eight bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, spec in specs.items():
         start, end = end, end + spec.bytes

@@ -5,9 +5,9 @@ same bytes.
         trained tensors, the optimizer's state, masks, the best values so far, the number of finished steps -> one file
 
 Each file replaces the previous one atomically, and the last is removed when the stage has saved its weights
-(`run/stage_cache.py`). It takes 12 bytes per trained number on disk (8 in `blockwise.py`), and for a moment twice that in
-the host's memory; if that is not free, nothing is saved. Windows and learning rates follow from the number of a step, and
-nothing is random, so the remaining steps are those of a run that was never interrupted.
+(`run/stage_cache.py`). It takes 12 bytes per trained number on disk (8 in `blockwise.py`), where it is written tensor by
+tensor; what ranks divide is joined for that. Windows and learning rates follow from the number of a step, and nothing is
+random, so the remaining steps are those of a run that was never interrupted.
 """
 
 import logging
@@ -24,12 +24,11 @@ from torch import Tensor
 from requant import ranks
 from requant.errors import OutputError
 from requant.finetune.divided import Part
-from requant.models.devices import free_memory
+from requant.formats.tensor_spec import TensorSpec
 from requant.run.context import RunContext
 from requant.run.stage_cache import TRAINING, training_key
-from requant.run.workspace import Stored, Workspace
+from requant.run.workspace import Made, Stored, Workspace
 
-COPIES = 2  # of a state on the host while its file is written
 MAX_FRACTION = 0.1  # of the time of a run that saving may take; where it would, states are saved less often
 logger = logging.getLogger(__name__)
 
@@ -84,16 +83,14 @@ class SavedTraining:
             return
         start = time.monotonic()
         value = {"round": self.round, "step": step, "best_kl": best_kl, "record": self.record}
-        found = state()
-        size, free = sum(each.nbytes for each in found.values()), free_memory(torch.device("cpu"))
-        fits, _ = ranks.shared(COPIES * size <= free, {})
+        tensors = {
+            name: Made(spec=TensorSpec(dtype=each.elements.dtype, shape=tuple(each.shape)), make=each.whole)
+            if isinstance(each, Part)
+            else each
+            for name, each in state().items()
+        }
         try:
-            if not fits:
-                raise OutputError(
-                    f"it takes {COPIES * size / 1e9:.1f} GB of the host's memory, of which {free / 1e9:.1f} GB are free; "
-                    "a run that stops here goes on at the start of this phase."
-                )
-            self.workspace.put(TRAINING, self.key, tensors=_on_rank_zero(found), value=value)
+            self.workspace.put(TRAINING, self.key, tensors=tensors, value=value)
         except OutputError as error:
             logger.warning("the state of training was not saved: %s", error)
         self.saved_at = time.monotonic()
@@ -129,16 +126,6 @@ class SavedTraining:
                 signal.signal(number, handler)
         if noted:  # after the last step
             raise KeyboardInterrupt
-
-
-def _on_rank_zero(state: Mapping[str, Tensor | Part]) -> dict[str, Tensor]:
-    """The state with divided tensors whole, on the CPU, one after the other; nothing on other ranks."""
-    found: dict[str, Tensor] = {}
-    for name, each in sorted(state.items()):  # in one order on all ranks, which restored states do not have
-        tensor = each.whole() if isinstance(each, Part) else each
-        if ranks.rank() == 0:
-            found[name] = tensor.cpu() if isinstance(each, Part) else tensor
-    return found
 
 
 def numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -2,11 +2,11 @@
 
 Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key is a
 hash of everything the result depends on: the model's weights, the calibration tokens, the relevant part of the recipe, the
-version of requant. So a changed recipe never finds an old result. Files are written in a folder of their own, since the
-library creates another file next to them under a name of its choice, and then renamed: a result exists completely or not
-at all. The folder is created, and an old one cleared, only when the first result is requested: a command that is refused
-before it starts to work destroys nothing. A lock next to the folder keeps a second run out of it while the first one is
-alive, starting before its model is loaded; where locks do not work, the older run stops (`ownership.py`).
+version of requant. So a changed recipe never finds an old result. Files are written in a folder of their own, tensor by
+tensor, and then renamed: a result exists completely or not at all. The folder is created, and an old one cleared, only when
+the first result is requested: a command that is refused before it starts to work destroys nothing. A lock next to the folder
+keeps a second run out of it while the first one is alive, starting before its model is loaded; where locks do not work, the
+older run stops (`ownership.py`).
 
 With several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys do not
 depend on ranks, so a run can resume with any number of them.
@@ -18,7 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ import safetensors
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from jaxtyping import Shaped
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from requant import ranks
+from requant.checkpoint.writer import write_as_made
 from requant.errors import OutputError, WriteError
+from requant.formats.tensor_spec import TensorSpec
 from requant.models.hosted import whole_state
 from requant.run.ownership import Owner, check_owner, claim
 
@@ -51,6 +53,21 @@ class Stored:
 
     tensors: Mapping[str, Tensor]
     value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A tensor that all ranks make together at the moment when one of them writes it."""
+
+    spec: TensorSpec
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Made":
+        """One that is there, on this rank's CPU or GPU."""
+        return cls(
+            spec=TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape)), make=lambda: tensor.detach()
+        )
 
 
 class Workspace:
@@ -108,26 +125,32 @@ class Workspace:
         stage: str,
         key: str,
         *,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor | Made] | None = None,
         value: Any = None,
         rank: int = 0,
     ) -> None:
-        """Keep the result of a stage, which `rank` made, or all ranks alike."""
+        """Keep the result of a stage, which `rank` made, or all ranks alike; tensors are written one by one, from wherever
+        they are. If one is yet to be `Made`, all ranks call this together."""
+        # An empty file has no place for metadata in the format's library, hence the one dummy byte.
+        given = tensors or {"none": torch.zeros(1, dtype=torch.uint8)}
+        kept = {name: each if isinstance(each, Made) else Made.of(each) for name, each in given.items()}
+        # in one order on all ranks, which states that were restored do not have
+        order = sorted(kept, key=lambda name: (-kept[name].spec.dtype.itemsize, name))
+        made = (kept[name].make() for name in order)
         file = self._file(stage, key) if rank == ranks.rank() else None
         if file is None:
+            deque(made, maxlen=0)
             return
         self.check()
         aside = file.parent / WRITING / file.name
-        # An empty file has no place for metadata in the format's library, hence the one dummy byte.
-        kept = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()} or {
-            "none": torch.zeros(1, dtype=torch.uint8)
-        }
         try:
             aside.parent.mkdir(exist_ok=True)
-            save_file(kept, aside, metadata={"value": json.dumps(value)})
+            specs = {name: kept[name].spec for name in order}
+            write_as_made(aside, specs, made, {"value": json.dumps(value)})
             os.replace(aside, file)
-        except (OSError, safetensors.SafetensorError) as error:
+        except OSError as error:
             aside.unlink(missing_ok=True)
+            deque(made, maxlen=0)  # which other ranks go on to make
             raise WriteError(
                 f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
             ) from error

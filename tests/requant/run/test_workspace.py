@@ -1,4 +1,5 @@
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from requant.errors import OutputError
 from requant.run import workspace
-from requant.run.workspace import Workspace, digest, model_digest
+from requant.run.workspace import Made, Workspace, digest, model_digest
 
 KEY = "ab" * 32
 
@@ -132,19 +133,65 @@ def test_a_damaged_result_is_made_again(tmp_path: Path, damage: bytes, caplog) -
     assert kept.get("linear", KEY).value == 2
 
 
-def test_what_a_killed_run_was_writing_does_not_count(tmp_path: Path, monkeypatch) -> None:
-    """safetensors writes beside the file, under a name of its choice."""
+def test_tensors_are_written_as_they_are(tmp_path: Path) -> None:
+    """Of any dtype and shape, transposed or empty, there or yet to be made."""
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.int8),
+        "count": torch.tensor(5.5),
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "half": torch.ones(2, 2, dtype=torch.bfloat16),
+        "long": torch.tensor([1, 2**40]),
+        "empty": torch.zeros(0, 4),
+        "mask": torch.tensor([True, False, True]),
+    }
+    kept = Workspace(tmp_path / "w")
+    for making in (False, True):
+        kept.put(
+            "linear", KEY, tensors={n: Made.of(t) if making else t for n, t in tensors.items()}, value=[1]
+        )
+        found = kept.get("linear", KEY)
+        assert found.value == [1] and found.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found.tensors[name].dtype == tensor.dtype and torch.equal(found.tensors[name], tensor)
 
-    def killed(tensors, path, metadata) -> None:
-        Path(path).with_name(".tmp4owreG").write_bytes(b"half")
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_all_ranks_make_all_tensors(tmp_path: Path, monkeypatch, writes: bool, full: bool) -> None:
+    """In one order, whoever writes, and although the disk is full: each waits for the others."""
+    made: list[str] = []
+
+    def making(name: str, tensor: torch.Tensor) -> Made:
+        return Made(spec=Made.of(tensor).spec, make=lambda: made.append(name) or tensor)
+
+    def on_a_full_disk(path, specs, tensors, metadata) -> None:
+        next(tensors)
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if full:
+        monkeypatch.setattr(workspace, "write_as_made", on_a_full_disk)
+    kept = Workspace(tmp_path / "w")
+    tensors = {"b": torch.ones(2), "c": torch.ones(3, dtype=torch.float16), "a": torch.ones(4)}
+    with pytest.raises(OutputError) if full and writes else nullcontext():
+        kept.put(
+            "linear", KEY, tensors={n: making(n, t) for n, t in tensors.items()}, rank=0 if writes else 1
+        )
+    assert made == ["a", "b", "c"]
+    assert (kept.get("linear", KEY) is not None) == (writes and not full)
+
+
+def test_what_a_killed_run_was_writing_does_not_count(tmp_path: Path, monkeypatch) -> None:
+    def killed(path, specs, tensors, metadata) -> None:
+        Path(path).write_bytes(b"half")
         raise SystemExit
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(workspace, "save_file", killed)
+        patched.setattr(workspace, "write_as_made", killed)
         Workspace(tmp_path / "w").put("linear", KEY, value=1)
     kept = Workspace(tmp_path / "w", resume=True)
     assert kept.get("linear", KEY) is None
-    assert not [path for path in (tmp_path / "w").rglob("*") if path.name.startswith(".tmp")]
+    assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["run.json"]
     kept.put("linear", KEY, value=2)
     assert kept.get("linear", KEY).value == 2
 
@@ -152,11 +199,11 @@ def test_what_a_killed_run_was_writing_does_not_count(tmp_path: Path, monkeypatc
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
     kept = Workspace(tmp_path / "w")
 
-    def full(tensors, path, metadata) -> None:
+    def full(path, specs, tensors, metadata) -> None:
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(workspace, "save_file", full)
+    monkeypatch.setattr(workspace, "write_as_made", full)
     with pytest.raises(
         OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"
     ):
