@@ -106,9 +106,10 @@ def greedy_trellis_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def coarse_levels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Levels of a row are cut from a quarter of the atoms, in half the time, but for the tests of quantizers."""
+    """Levels of a row are cut from a quarter of the atoms, in half the time, but for the tests of quantizers, and of runs
+    that other processes, where nothing is replaced, begin or end."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name != "quantizers":
+        if request.path.parent.name != "quantizers" and request.path.name != "test_resume.py":
             for name, value in (("ATOMS", 32), ("ATOM_BITS", 4), ("REACH", 2)):
                 patch.setattr(f"requant.quantizers.kmeans.{name}", value)
         yield
