@@ -22,7 +22,8 @@ the cost, one for the back-pointer and half a one for the minimum are the least.
 argument, for of two constants an instruction can hold one, and the index of the costs is a sum of what depends on the
 thread and what does not, so that an address is computed once.
 
-`_backtrack` follows the path backward, many sequences per CTA, because each of its loads depends on the previous one.
+`_backtrack` follows the path backward. Which of a step's back-pointers counts is known only from the step after it, so that
+a load would wait for the load before it; a CTA reads all of them instead, four steps early.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,6 @@ PAIR_ERROR: tl.constexpr = tl.constexpr("""{
 }""")
 UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits creates no NaN
 BACK_POINTER_BYTES = 1 << 31  # memory for the back-pointers of the sequences searched at once
-SEQUENCES_PER_CTA = 32  # in the backtracking
 MOST_WORDS = 1024  # of back-pointers per step
 WARPS = 32  # of the forward pass, at most
 
@@ -145,24 +145,47 @@ def _forward(
     tl.store(final + sequence * FIRST_WIDTH + u, cost)
 
 
-# independent of the number of sequences being 1, a multiple of 16, or neither
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit
 def _backtrack(
-    back_pointers, ends, states, sequences, STEPS: tl.constexpr, SHIFTS: tl.constexpr, LOW: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    back_pointers, ends, states, STEPS: tl.constexpr, SHIFTS: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The states of BLOCK sequences, last step first; `ends`: the last 16 - SHIFTS[0] bits of their last states."""
+    """The states of one sequence, last step first; grid: sequences. `ends`: the last 16 - SHIFTS[0] bits of the last state.
+
+    The back-pointers of four steps are read while the path is followed through four others.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WORDS)
+    rows = back_pointers + sequence * STEPS * WORDS + column
+    states += sequence * STEPS
+    u = tl.load(ends + sequence)
+    a, b, c, d = _four_rows(rows, STEPS - 1, WORDS)
+    for back in range(0, STEPS, 4):
+        step = STEPS - 1 - back
+        e, f, g, h = _four_rows(rows, tl.maximum(step - 4, 3), WORDS)
+        u = _followed(a, states + step, column, u, 0, SHIFTS, LOW, WORDS)
+        u = _followed(b, states + step - 1, column, u, 1, SHIFTS, LOW, WORDS)
+        u = _followed(c, states + step - 2, column, u, 2, SHIFTS, LOW, WORDS)
+        u = _followed(d, states + step - 3, column, u, 3, SHIFTS, LOW, WORDS)
+        a, b, c, d = e, f, g, h
+
+
+@triton.jit
+def _four_rows(rows, last, WORDS: tl.constexpr):
+    """The back-pointers of four steps, the `last` one first."""
+    rows += last * WORDS
+    return tl.load(rows), tl.load(rows - WORDS), tl.load(rows - 2 * WORDS), tl.load(rows - 3 * WORDS)
+
+
+@triton.jit
+def _followed(
+    row, state, column, u, BACK: tl.constexpr, SHIFTS: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr
+):
+    """The state that survives in u after a step, BACK steps before a last one; the u of the step before."""
     PERIOD: tl.constexpr = len(SHIFTS)
-    sequence = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    inside = sequence < sequences
-    u = tl.load(ends + sequence, mask=inside, other=0)
-    for back in range(0, STEPS, PERIOD):
-        for j in tl.static_range(PERIOD):
-            step = sequence * STEPS + (STEPS - 1 - back - j)
-            word = tl.load(back_pointers + step * WORDS + (u >> LOW & (WORDS - 1)), mask=inside, other=0)
-            state = _state_before(word, u, SHIFTS[(PERIOD - j) % PERIOD], LOW, WORDS)
-            tl.store(states + step, state, mask=inside)
-            u = state >> SHIFTS[PERIOD - 1 - j]
+    word = tl.sum(tl.where(column == (u >> LOW & (WORDS - 1)), row, 0))
+    found = _state_before(word, u, SHIFTS[(PERIOD - BACK % PERIOD) % PERIOD], LOW, WORDS)
+    tl.store(state, found)
+    return found >> SHIFTS[PERIOD - 1 - BACK % PERIOD]
 
 
 @triton.jit
@@ -212,8 +235,7 @@ def viterbi_paths(
         )
         if ends is None:
             ends = final.argmin(1).to(torch.int32)
-        grid = (triton.cdiv(size, SEQUENCES_PER_CTA), 1, 1)
-        launch(_backtrack, grid, (back_pointers, ends, states[start : start + chunk], size), backtrack)
+        launch(_backtrack, (size, 1, 1), (back_pointers, ends, states[start : start + chunk]), backtrack)
     return states.long()
 
 
@@ -238,7 +260,7 @@ def _constants(
         "PTX": ptx,
         "num_warps": warps,
     }
-    return interned(**forward), interned(**common, BLOCK=SEQUENCES_PER_CTA, num_warps=1)
+    return interned(**forward), interned(**common, num_warps=4)
 
 
 def _warps(vector: int, shifts: tuple[int, ...]) -> int:
