@@ -238,6 +238,14 @@ def copy_from(source: int, tensors: Sequence[Tensor]) -> None:
                 dist.broadcast(tensor, source)
 
 
+def filled(parts: Sequence[Tensor], compute: Callable[[int], Tensor]) -> None:
+    """Overwrite each part by `compute(index)`, which one rank calls, and give it to the others, from device to device."""
+    for index in mine(range(len(parts))):
+        parts[index].copy_(compute(index))
+    for index, part in enumerate(parts):
+        copy_from(index % world_size(), [part])
+
+
 def gathered(value: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Mapping[str, Tensor]]]:
     """What every rank holds, in the order of ranks."""
     if world_size() == 1:

@@ -143,9 +143,10 @@ def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[
 
     step = max(1, WEIGHTS_AT_ONCE // (TILE * weight.shape[1])) * TILE
     pieces = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
-    codes = ranks.merged_tensors([coded(rows) for rows in ranks.mine(pieces)])
+    codes = torch.empty(len(scales), padded(weight.shape[1]), dtype=torch.uint8, device=weight.device)
+    ranks.filled(codes.split(step), lambda piece: coded(pieces[piece]))
     return Trellis(
-        codes=torch.cat([each.to(weight.device) for each in codes]),
+        codes=codes,
         input_scales=columns.half(),
         output_scales=trellis.zeros_kept(scales, variances)[: weight.shape[0]].half(),
         bits=bits,

@@ -113,15 +113,24 @@ def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
 def codes_of_rank(
     source: int, own: QuantizedWeight | None, *, name: str, device: torch.device
 ) -> QuantizedWeight:
-    """The codes of one matrix that rank `source` has, on every rank; what others have of their `own` counts nothing."""
-    if ranks.rank() == source:
+    """The codes of one matrix that rank `source` has, on every rank, packed and sent from device to device; what others have
+    of their `own` counts nothing."""
+    if ranks.world_size() == 1:
         assert own is not None
-        if ranks.world_size() > 1:
-            spec, tensors = pack(own)
-            ranks.shared(spec.to_json(), tensors, source=source)
         return own
-    entry, tensors = ranks.shared(None, {}, source=source)
-    return unpack(PackedSpec.from_json(name, entry), tensors, device=device)
+    mine = own if ranks.rank() == source else None
+    spec, packed = (None, {}) if mine is None else pack(mine)
+    entry, _ = ranks.shared(None if spec is None else spec.to_json(), {}, source=source)
+    sent = PackedSpec.from_json(name, entry)
+    tensors = {
+        suffix: torch.empty(each.shape, dtype=each.dtype, device=device)
+        if mine is None
+        else packed[suffix].to(device).contiguous()
+        for suffix, each in sent.tensors().items()
+    }
+    # as bytes, which every backend takes
+    ranks.copy_from(source, [each.view(-1).view(torch.uint8) for each in tensors.values() if each.numel()])
+    return unpack(sent, tensors) if mine is None else mine
 
 
 def sequential_calibration(
