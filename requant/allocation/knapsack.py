@@ -120,7 +120,7 @@ def _solved(
     smallest = {index: min(o.bytes for o in options[name]) for index, name in enumerate(names)}
     extra = [option.bytes - smallest[index] for index, option in flat]
     unit = math.gcd(*extra) or 1
-    cost = np.array([size // unit for size in extra], dtype=np.float64)
+    cost = np.array([[size // unit for size in extra]], dtype=np.float64)
     losses = np.array([option.weight * option.loss for _, option in flat])
     spread = float(losses.max() - losses.min()) or 1.0
     once = csr_array((np.ones(len(flat)), (rows, np.arange(len(flat)))))
@@ -132,7 +132,8 @@ def _solved(
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(once, 1, 1),  # type: ignore[arg-type]
-                LinearConstraint(cost[None], need, most),  # type: ignore[arg-type]
+                # sparse too: of a dense matrix SciPy raises warnings as errors, not in its own thread alone
+                LinearConstraint(csr_array(cost), need, most),  # type: ignore[arg-type]
             ],
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )

@@ -63,7 +63,7 @@ from requant.run.rounds import rounds_of
 BYTES_OF_A_LOGIT = {"cpu": 24, "cuda": 8}
 DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
 FITS = 0.9  # of a GPU's memory, which training may take by the estimate
-# the same with graphs that are kept: one of two H200s that were planned at 0.9 reserved 0.98, with gaps (8B)
+# the same with graphs that are kept, and more where torch cannot compile blocks: of 8B one of two H200s reserved 0.98 then
 GRAPHS_FIT = 0.85
 HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
 

@@ -225,10 +225,8 @@ class LearningBlock:
 
     def _graph(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
         leaf = hidden.detach().requires_grad_()
-        with (
-            torch.enable_grad(),
-            mixed_precision(leaf, keeps_casts=False),
-        ):  # of weights that are not there long
+        # no casts are kept of weights that are not there long
+        with torch.enable_grad(), mixed_precision(leaf, keeps_casts=False):
             return _Graph(leaf, self._output(leaf, args, kwargs))
 
     @contextmanager

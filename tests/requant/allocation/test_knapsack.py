@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from requant.allocation.knapsack import TOLERANCE, Option, allocate, allocate_with_curve
+from requant.allocation.knapsack import OTHER_BUDGETS, TOLERANCE, Option, allocate, allocate_with_curve
 from requant.errors import RecipeError
 
 pytestmark = pytest.mark.usefixtures("full_reports")
@@ -121,3 +121,14 @@ def test_a_large_model_takes_seconds() -> None:
     budget = int(2.5 * sum(choices[0].bytes for choices in options.values()))
     choice = allocate(options, budget)
     assert 0 <= 1 - choice.bytes / budget < 1e-3
+
+
+def test_warnings_of_other_threads_stay_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SciPy makes all of them errors while it reads a dense matrix; where two threads do, they may stay errors for good."""
+
+    def everywhere(action: str) -> None:
+        raise AssertionError(f"warnings became {action}s in all threads")
+
+    monkeypatch.setattr("scipy.optimize._constraints.simplefilter", everywhere)
+    options = instance(0, tensors=40)
+    assert len(allocate_with_curve(options, 100_000)[1]) == len(OTHER_BUDGETS)
