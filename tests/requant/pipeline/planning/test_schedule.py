@@ -203,7 +203,10 @@ def test_the_plan_of_an_8b_shape_is_what_two_h100s_took(tmp_path: Path, monkeypa
 
 
 def test_the_plan_of_an_8b_shape_is_what_two_h200s_took(tmp_path: Path, monkeypatch) -> None:
-    """Codes with their statistics within 15 %, training within 10, but for rounds in which its state was saved."""
+    """Codes with their statistics within 15 %, training within 10, but for rounds in which its state was saved.
+
+    One of the GPUs had not compiled its blocks, and the other waited for it.
+    """
     results = json.loads((ROOT / "eval" / "results" / "speed-8b-h200.json").read_text())["run_8b_2_gpus"]
     took = {name: stage["took"] for name, stage in results["stages"].items()}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
