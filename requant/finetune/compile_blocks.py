@@ -8,6 +8,7 @@ compiler (torch.compile needs a C compiler), or if it fails on a block, blocks r
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,7 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[None]:
     with ExitStack() as stack:
         if compiled:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
+            stack.enter_context(_failures_in_one_line())
         for model in models:
             stack.enter_context(grouped_products(model))
         for block in (block for model in models for block in find_blocks(model)[1]):
@@ -79,6 +81,33 @@ def start_compiler(device: str, steps: int | None) -> None:
 
 def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:
     return {p.device.type for model in models for p in model.parameters()} == {"cuda"}
+
+
+@contextmanager
+def _failures_in_one_line() -> Iterator[None]:
+    """What torch's compiler gives up runs eagerly; its hundreds of lines about that are one of ours, the first time."""
+    said = False
+
+    def brief(record: logging.LogRecord) -> bool:
+        nonlocal said
+        text = record.getMessage()
+        if "WON'T CONVERT" not in text:
+            return True
+        if not said:
+            errors = re.findall(r"^[\w.]+(?:Error|Exception): .*$", text, re.MULTILINE)
+            reason = errors[-1] if errors else text.splitlines()[0]
+            logger.warning(
+                "a part of training runs without torch.compile, slower and in more memory: %s", reason
+            )
+        said = True
+        return False
+
+    source = logging.getLogger("torch._dynamo.convert_frame")
+    source.addFilter(brief)
+    try:
+        yield
+    finally:
+        source.removeFilter(brief)
 
 
 def _in_training() -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from threading import Event
 
 import pytest
@@ -11,13 +12,14 @@ from requant.finetune import compile_blocks
 from requant.finetune.compile_blocks import fused
 from requant.finetune.loss import loss_sum
 from requant.finetune.step import TrainableTensor, TrainingStep
-from requant.finetune.teacher import Teacher
+from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.loading import load_model
 from requant.models.targets import find_blocks
 from requant.pipeline.preparation import prepare as preparing
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
 from ..on_text import on_text
+from .coded_model import Problem
 
 
 def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
@@ -170,3 +172,22 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog, hidden_we
             step.close()
         found.append(loss_sum(model, teacher, tokens.cuda()).item())
     assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+@pytest.mark.usefixtures("counting_compiler")
+def test_what_the_compiler_gives_up_is_one_line(tiny_model, random_weight, windows, caplog, capfd) -> None:
+    """Here a warning that is raised: blocks run as they are, whatever torch's compiler has to say."""
+    teacher, problem = HeadTeacher(tiny_model("llama"), windows), Problem(tiny_model("llama"), random_weight)
+    chosen = teacher.micro_batches(torch.arange(4), None)
+    with warnings.catch_warnings(), fused((problem.model,), compile_blocks.MIN_STEPS_TO_COMPILE):
+        warnings.simplefilter("error")
+        step = problem.step(teacher)
+        step(chosen, 1.0)
+        step.close()
+    (record,) = (each for each in caplog.records if each.name.startswith("requant"))
+    assert record.message.startswith(
+        "a part of training runs without torch.compile, slower and in more memory: "
+    )
+    assert "The .grad attribute of a Tensor that is not a leaf" in record.message
+    assert "CONVERT" not in capfd.readouterr().err + caplog.text
+    assert not logging.getLogger("torch._dynamo.convert_frame").filters
