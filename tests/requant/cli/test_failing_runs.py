@@ -73,8 +73,8 @@ def test_memory_that_runs_out_inside_transformers(cli, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "requant.run.workspace.save_file",
-        "requant.checkpoint.writer.open",
+        "requant.run.workspace.write_as_made",
+        "requant.checkpoint.writer.write_safetensors",
         "requant.checkpoint.save.write_bytes",
     ],
 )
@@ -87,12 +87,12 @@ def test_disk_full(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monke
         "--calibration", tiny_text_file, "--output", "out", *TINY
     )  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(name, full, raising=False)
+        patch.setattr(name, full)
         code, out, error = cli(*arguments)
     assert (code, out) == (1, "") and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     assert error.count("\n") == 1 and "free some space and run again with --resume." in error
     if name.startswith("requant.checkpoint"):  # as it says: nothing is quantized twice
-        monkeypatch.setattr("requant.run.workspace.save_file", full)
+        monkeypatch.setattr("requant.run.workspace.write_as_made", full)
     code, _, error = cli(*arguments, "--resume")
     assert code == 0 and (tmp_path / "out" / "config.json").is_file(), error
 
