@@ -30,9 +30,8 @@ FULL_BLOCK = 1.4e10
 WIDTHS_OF_A_BLOCK, WIDTHS_OF_AN_MLP = 2, 3
 # parameters; below, memory suffices and a second forward pass through the blocks is not worth it
 RECOMPUTE_ABOVE = 2_000_000_000
-MEMORY_OF_A_GRAPH = (
-    1 / 12
-)  # of a GPU, which the graph of a batch may take of a model that is as large as that
+# of a GPU, which the graph of a batch may take of a model that is as large as that
+MEMORY_OF_A_GRAPH = 1 / 12
 MEMORY_OF_A_BATCH = 1 / 3  # of a GPU, for a batch of more windows than logits alone would allow
 
 

@@ -145,8 +145,8 @@ class TrainingMemory:
         if not self.gpu or self.hosted:
             return 0
         of = _Weights.of(self.model, self.targets, coded)
-        most = GRAPHS_FIT * min(self.device_memory, available or self.device_memory)
-        left = int(most) - self._block_by_block(of, coded, self.tokens_at_once)
+        memory = self.device_memory if available is None else min(self.device_memory, available)
+        left = int(GRAPHS_FIT * memory) - self._block_by_block(of, coded, self.tokens_at_once)
         return min(of.blocks, max(0, left) // self._graph(coded))
 
     @cached_property

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from requant.finetune.divided import in_parts
-from requant.finetune.memory import FITS, TrainingMemory, fullest_phase
+from requant.finetune.memory import GRAPHS_FIT, TrainingMemory, fullest_phase
 from requant.finetune.step import PARTS
 from requant.pipeline.planning.memory import _training_memory
 from requant.pipeline.planning.plan import make_plan
@@ -100,8 +100,7 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     ]
     phases = [memory.bytes_of_phase(each, at_least=True) for each in coded]
     assert max(phases) == phases[fullest] > min(phases)
-    with_graphs = [memory.bytes_of_phase(each) for each in coded]
-    assert fullest_phase(memory, shaped.recipe) == max(with_graphs) <= FITS * memory.device_memory
+    assert max(phases) < fullest_phase(memory, shaped.recipe) <= GRAPHS_FIT * memory.device_memory
 
 
 def test_a_plan_counts_gradients_that_are_rounded_for_their_sum(tmp_path: Path) -> None:
