@@ -42,6 +42,13 @@ STAGE_NAMES = {
     "start, load, hashes, save": "start, loading, files",
 }
 
+# Results file and keys of each run
+WHOLE_RUNS = {
+    "1B, one GPU": ("speed-1b-h200", "gradients_overwritten", "one GPU"),
+    "1B, two GPUs": ("speed-1b-h200", "gradients_overwritten", "two GPUs"),
+    "8B, two GPUs": ("speed-8b-h200", "run_8b_2_gpus"),
+}
+
 Points = Mapping[str, Any]
 
 
@@ -110,24 +117,19 @@ def sparse_products(results: Path) -> Points:
 
 
 def stages(results: Path) -> Points:
-    """Run -> seconds by stage, for whole runs of mode `best` on one GPU and on several.
-
-    Runs of only a few blocks or in less memory are left out, since they would share a bar with the others.
-    """
+    """Run -> seconds by stage, for the latest whole runs of mode `best`."""
     found: dict[str, dict[str, float]] = {}
-    for key, row in read(results, "scaling-h100").items():
-        if not key.startswith("run_") or row.get("blocks") or row.get("gpu_memory"):
-            continue
-        share = "1/{share} of ".format(**row) if row["share"] > 1 else ""
-        run = found.setdefault(f"{share}{row['shape'].upper()}, {_gpus(row['gpus'])}", {})
-        for stage, seconds in row["seconds"].items():
+    for name, (file, *keys) in WHOLE_RUNS.items():
+        row = read(results, file)
+        for key in keys:
+            row = row.get(key, {})
+        run: dict[str, float] = {}
+        for stage, seconds in row.get("seconds", {}).items():
             label = STAGE_NAMES.get(stage, "all else")
             run[label] = run.get(label, 0.0) + seconds
+        if run:
+            found[name] = run
     return found
-
-
-def _gpus(count: int) -> str:
-    return "one GPU" if count == 1 else f"{count} GPUs"
 
 
 def draw_stages(points: Points, figure: Figure) -> None:
