@@ -206,7 +206,8 @@ class HeadTeacher:
 
 
 def state_bytes(tokens: int, hidden_size: int, kind: str) -> int:
-    """Bytes of the last hidden states of so many tokens, of a model on a device of this kind (`last_states`)."""
+    """Bytes of the last hidden states of so many tokens, of a model on a device of this kind (`last_states`); at most: a
+    model in 16 bits on a CPU has half."""
     return tokens * hidden_size * PRODUCTS.get(kind, torch.float32).itemsize
 
 
@@ -222,8 +223,9 @@ def logits_of_states(
 def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[type, Float[Tensor, "c t d"]]:
     """The class of the base model's output, and its last hidden states."""
     output = model.base_model(input_ids=tokens, use_cache=False)
-    # autocast would round them before the head anyway
-    return type(output), output.last_hidden_state.to(PRODUCTS.get(tokens.device.type, torch.float32))
+    states = output.last_hidden_state
+    # autocast would round them before the head anyway; without it the head reads what the base model gives
+    return type(output), states.to(PRODUCTS.get(tokens.device.type, states.dtype))
 
 
 @torch.no_grad()

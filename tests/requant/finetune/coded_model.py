@@ -52,7 +52,7 @@ class Problem:
         )
 
 
-def run_of(folder: Path, text: Path, **changes) -> RunContext:
+def run_of(folder: Path, text: Path, dtype: str = "auto", **changes) -> RunContext:
     recipe = Recipe(
         model=str(folder),
         mode="best",
@@ -72,4 +72,5 @@ def run_of(folder: Path, text: Path, **changes) -> RunContext:
             | changes
         ),
     )
-    return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True)
+    prepared = prepare(str(folder), recipe, dtype=dtype)
+    return start(prepared, recipe, workspace=Workspace(None), quiet=True)

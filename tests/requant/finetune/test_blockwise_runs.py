@@ -84,6 +84,25 @@ def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
     assert isinstance(teacher, Teacher) and "is not trained block by block" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_model_in_16_bits_is_trained_block_by_block_on_a_cpu(
+    tiny_folder, tiny_text_file, caplog, dtype
+) -> None:
+    """Its head reads the states in the model's own dtype, for there is no autocast. It learns as the whole model does."""
+    ends = []
+    for by_block in (False, True):
+        run = run_of(tiny_folder("llama"), tiny_text_file, dtype, blockwise=by_block)
+        teacher = teacher_of(run, run.recipe.finetune, run.train_windows)
+        assert isinstance(teacher, HeadTeacher if by_block else Teacher)
+        finetune(run, quantize_linears(run, None, label="quantize"), run.recipe.finetune)
+        ends.append(
+            {key: end.float() - before.float() for key, (before, end) in run.finetuned_params.items()}
+        )
+    assert "block by block" not in caplog.text
+    distance = sum((ends[0][key] - ends[1][key]).norm() ** 2 for key in ends[0])
+    assert distance < 0.05 * sum(change.norm() ** 2 for change in ends[0].values())
+
+
 @pytest.mark.usefixtures("products_of_a_gpu")
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_a_model_in_float32_is_trained_block_by_block_on_a_gpu(

@@ -78,3 +78,15 @@ def test_a_model_whose_logits_need_more_than_the_states_has_none(tiny_model, win
         assert usable_hidden_weight(3.0, Teacher(tiny_model("llama"), windows)) == 3.0
     (record,) = caplog.records
     assert record.message.startswith("hidden states are not matched: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_in_16_bits_are_matched_on_a_cpu(tiny_model, windows, dtype) -> None:
+    """There is no autocast that would cast what the head of the original reads."""
+    original = tiny_model("llama")
+    model, teacher = changed(original), Teacher(original.to(dtype), windows)
+    assert usable_hidden_weight(3.0, teacher) == 3.0
+    ((tokens, states),) = teacher.micro_batches(torch.arange(4), 4)
+    assert states.dtype == dtype
+    kept, computed = (loss_sum(model, teacher, tokens, *s, hidden_weight=2.5) for s in ((states,), ()))
+    torch.testing.assert_close(kept, computed)
