@@ -142,12 +142,13 @@ def returning(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
                 block.forward = forward
 
 
-def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | None:
+def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool, carried: bool = False) -> str | None:
     """Why a model cannot run one block at a time, from cached hidden states; None if it can.
 
     Blocks may read keys and values of earlier ones (Gemma 3n), which are not there then. With `gradients`, they may read
     inputs that follow from the embedding (Gemma 4's small models) or what earlier routers computed (ZAYA), and would need
-    the gradients of those too.
+    the gradients of those too; with `carried` these are passed on (`finetune/block_call.py`), if each is an argument of its
+    own.
     """
     blocks = list(find_blocks(model)[1])
     tokens = torch.ones(1, 4, dtype=torch.int64, device=model.device)
@@ -155,7 +156,8 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
     # the first two, since a graph over all blocks would keep all matrices of a hosted model on the GPU
     asked = zip(blocks[:2], ("every block reads the embedding", beyond), strict=False) if gradients else ()
     for block, why in asked:
-        if any(each.requires_grad for each in _beside_hidden_states(model, block, tokens)):
+        beside = _beside_hidden_states(model, block, tokens)
+        if in_graph([each for each in beside if not (carried and isinstance(each, Tensor))]):
             return why
     outputs: list[Any] = []
     handle = blocks[max(0, len(blocks) - 2)].register_forward_hook(lambda *given: outputs.append(given[-1]))
@@ -176,12 +178,22 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
     return None if alike else beyond
 
 
-def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tensor) -> list[Tensor]:
+def in_graph(values: Sequence[Any]) -> bool:
+    """Whether a tensor among these, or in a tuple or list of them, takes a gradient."""
+    return any(
+        value.requires_grad
+        if isinstance(value, Tensor)
+        else isinstance(value, tuple | list) and in_graph(value)
+        for value in values
+    )
+
+
+def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tensor) -> list[Any]:
     """What else the model gives a block, with gradients from the embedding's output on."""
-    found: list[Tensor] = []
+    found: list[Any] = []
 
     def called(_hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.extend(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        found.extend((*args, *kwargs.values()))
         raise StopForward
 
     with (

@@ -36,6 +36,7 @@ from requant.calibration.hidden_states import (
     Precision,
     after_blocks,
     as_it_is,
+    in_graph,
     in_graph_from,
 )
 from requant.errors import NumericalError
@@ -344,7 +345,7 @@ def recomputed_blocks(
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _in_graph((*args, *kwargs.values())):
+        if in_graph((*args, *kwargs.values())):
             return forward(hidden, *args, **kwargs)
         # nothing is random here, and a state cannot be read while a CUDA graph is captured
         return checkpoint(
@@ -352,16 +353,6 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return run
-
-
-def _in_graph(values: Sequence[Any]) -> bool:
-    """Whether a tensor among these, or in a tuple or list of them, takes a gradient."""
-    return any(
-        value.requires_grad
-        if isinstance(value, Tensor)
-        else isinstance(value, tuple | list) and _in_graph(value)
-        for value in values
-    )
 
 
 def _exchange(targets: Sequence[QuantTarget], use: Callable[..., None], *, to_owners: bool) -> Exchange:

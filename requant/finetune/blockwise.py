@@ -7,6 +7,8 @@
                 gradients of its coded matrices -> those of their trained floats, by the chain rule
                 matrices without codes -= Adam(gradients);  gradients dropped
 
+What blocks hand on beside hidden states, with gradients, is a part of h (`block_call.py`).
+
 The weights of a coded matrix exist only while its block is computed, forward and backward, and so do all gradients of
 matrices. The numbers are those of `step.py`: the same sums over a step's tokens, in another order. What is kept between
 steps differs: Adam's moments are bfloat16 (`SixteenBitAdam`), and so, in a bfloat16 model, are the values that codes stand

@@ -34,9 +34,10 @@ With N GPUs each holds 8 O / N of the matrices without codes, and the hidden sta
 
 Every round turns open matrices into coded ones, so memory peaks in the first phase, but in the last one on three or more
 GPUs, since coded matrices are whole on each GPU and 8 / N < 1 + e. Not counted is what a phase of several GPUs takes
-briefly when it starts and ends: parameters that are whole next to the parts that learn. A GPU that has more memory than
-that takes more windows at once: of a batch (`windows_that_fit`), or through a block (`tokens_at_once`); and it keeps the
-graphs of as many blocks as it has room for (`graphs_kept`).
+briefly when it starts and ends: parameters that are whole next to the parts that learn; and what blocks hand on beside
+hidden states (of ZAYA an eighth of these). A GPU that has more memory than that takes more windows at once: of a batch
+(`windows_that_fit`), or through a block (`tokens_at_once`); and it keeps the graphs of as many blocks as it has room for
+(`graphs_kept`).
 """
 
 from collections.abc import Collection, Iterator, Sequence

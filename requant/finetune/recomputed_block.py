@@ -4,6 +4,8 @@
     backward    block(h) again, with a graph, some windows at a time; gradients of its coded matrices -> those of their
                 trained floats, by the chain rule; its matrices without codes -= Adam(gradients); gradients dropped
 
+where h are the hidden states, and whatever else blocks hand on with gradients (`block_call.py`).
+
 If there is memory for it (`TrainingMemory.graphs_kept`), weights and graph stay from forward to backward instead, and the
 block is computed once.
 
@@ -24,6 +26,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from requant.errors import is_out_of_memory
+from requant.finetune.block_call import (
+    BlockCall,
+    BlockGraph,
+    BlockResult,
+    Key,
+    joined,
+    joined_gradients,
+    returned,
+)
 from requant.finetune.divided import Part
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, gradient_of
@@ -31,14 +42,6 @@ from requant.models.mixed_precision import PRODUCTS, mixed_precision
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """Of a block's call for some windows."""
-
-    hidden: Tensor  # a leaf
-    output: Tensor
 
 
 @dataclass(kw_only=True)
@@ -50,7 +53,7 @@ class ChunkSizes:
     keeps_graphs: bool = False
     lowered: bool = False
     # of chunks, from forward to backward
-    graphs: "dict[LearningBlock, list[_Graph]]" = field(default_factory=dict)
+    graphs: "dict[LearningBlock, list[BlockGraph]]" = field(default_factory=dict)
 
     def without_graphs(self, compute: Callable[[], T]) -> T:
         """`compute()`; where memory runs out beside graphs, once more without any, for good."""
@@ -131,49 +134,44 @@ class LearningBlock:
         self.coded, self.divided, self.optimizer, self.chunks = coded, divided, optimizer, chunks
         self.stays = stays
         self.built: set[Tensor] = set()  # parameters that hold their weights
-        self.rest: tuple[Any, ...] | None = None  # what the block returns after its hidden states, if a tuple
+        self.rest: Mapping[int, Any] | None = None  # what the block returned that is not carried
         self.dtypes = [weight.parameter.dtype for weight in coded]
         self._release()
 
     def __call__(self, hidden: Float[Tensor, "b t d"], *args: Any, **kwargs: Any) -> Any:
+        call = BlockCall.of(hidden, *args, **kwargs)
         learns = torch.is_grad_enabled() and hidden.requires_grad
-        output = _Learning.apply(hidden, self, args, kwargs, learns)
-        return output if self.rest is None else (output, *self.rest)
+        outputs = _Learning.apply(self, tuple(call.carried), call.rest, learns, *call.carried.values())
+        return returned(outputs, self.rest)
 
-    def run(
-        self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, learns: bool
-    ) -> Tensor:
-        """The block's output, without a graph of its own; `learns`: `learn` follows."""
+    def run(self, call: BlockCall, *, learns: bool) -> tuple[Tensor, ...]:
+        """What the block's result carries, without a graph of its own; `learns`: `learn` follows."""
 
-        def compute() -> Tensor:
-            each = _chunks(hidden, args, kwargs, self.chunks.windows)
+        def compute() -> tuple[Tensor, ...]:
+            each = call.chunks(self.chunks.windows)
             if not (learns and self.stays and self.chunks.keeps_graphs):
-                return _joined([self._output(*chunk) for chunk in each])
-            graphs = self.chunks.graphs[self] = [self._graph(*chunk) for chunk in each]
-            return _joined([graph.output.detach() for graph in graphs])
+                return joined([self._result(chunk).carried for chunk in each])
+            graphs = self.chunks.graphs[self] = [self._graph(chunk) for chunk in each]
+            return joined([[output.detach() for output in graph.result.carried] for graph in graphs])
 
         with self._built(stays=learns and self.stays):
             return self.chunks.fitting(compute)
 
-    def learn(
-        self, hidden: Tensor, gradient: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Tensor:
-        """The gradient at `hidden` from that at the output; the block's matrices are updated."""
+    def learn(self, call: BlockCall, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """The gradients at what the call carries, from those at what its result does; the block's matrices are updated."""
 
-        def compute() -> Tensor:
+        def compute() -> tuple[Tensor, ...]:
             for parameter in self.parameters:
                 parameter.grad = None
             kept = self.chunks.graphs.pop(self, None)
-            anew = (self._graph(*each) for each in _chunks(hidden, args, kwargs, self.chunks.windows))
-            found: list[Tensor] = []
+            anew = (self._graph(chunk) for chunk in call.chunks(self.chunks.windows))
+            found: list[list[Tensor]] = []
             done = 0
             for graph in kept or anew:
-                count = len(graph.hidden)
-                graph.output.backward(gradient[done : done + count])
-                assert graph.hidden.grad is not None
-                found.append(graph.hidden.grad)
-                done += count
-            return _joined(found)
+                rows = slice(done, done + graph.call.windows)
+                found.append(graph.backward([None if each is None else each[rows] for each in gradients]))
+                done = rows.stop
+            return joined_gradients(found, call)
 
         with self._built():
             found = self.chunks.fitting(compute)
@@ -215,19 +213,16 @@ class LearningBlock:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def _output(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        output = self.forward(hidden, *args, **kwargs)
-        if isinstance(output, Tensor):
-            return output
-        # of no graph: what is kept of one is this block's own
-        self.rest = tuple(each.detach() if isinstance(each, Tensor) else each for each in output[1:])
-        return output[0]
+    def _result(self, call: BlockCall) -> BlockResult:
+        result = call.result(self.forward)
+        self.rest = result.rest
+        return result
 
-    def _graph(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
-        leaf = hidden.detach().requires_grad_()
+    def _graph(self, chunk: BlockCall) -> BlockGraph:
+        call = chunk.from_leaves()
         # no casts are kept of weights that are not there long
-        with torch.enable_grad(), mixed_precision(leaf, keeps_casts=False):
-            return _Graph(leaf, self._output(leaf, args, kwargs))
+        with torch.enable_grad(), mixed_precision(call.carried[0], keeps_casts=False):
+            return BlockGraph(call, self._result(call))
 
     @contextmanager
     def _built(self, *, stays: bool = False) -> Iterator[None]:
@@ -263,46 +258,26 @@ class LearningBlock:
 
 
 class _Learning(torch.autograd.Function):
-    """A block of which the graph around it sees only the input."""
+    """A block of which the graph around it sees only what is carried in and out."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
         block: LearningBlock,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        keys: tuple[Key, ...],
+        rest: Mapping[Key, Any],
         learns: bool,
-    ) -> Tensor:
-        ctx.block, ctx.call = block, (args, kwargs)
-        ctx.save_for_backward(hidden)
-        return block.run(hidden, args, kwargs, learns=learns)
+        *carried: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.block, ctx.keys, ctx.rest = block, keys, rest
+        ctx.save_for_backward(*carried)
+        ctx.set_materialize_grads(False)
+        return block.run(BlockCall(dict(zip(keys, carried, strict=True)), rest), learns=learns)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (hidden,) = ctx.saved_tensors
-        return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None, None
-
-
-def _chunks(
-    hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], windows: int
-) -> Iterator[tuple[Tensor, tuple[Any, ...], Mapping[str, Any]]]:
-    """A block's arguments for some windows at a time: tensors with a row for every window are cut, others are for all."""
-    count = len(hidden)
-
-    def cut(value: Any, rows: slice) -> Any:
-        if isinstance(value, tuple):
-            return tuple(cut(each, rows) for each in value)
-        each_window = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
-        return value[rows] if each_window else value
-
-    for start in range(0, count, windows):
-        rows = slice(start, start + windows)
-        yield hidden[rows], cut(args, rows), {name: cut(value, rows) for name, value in kwargs.items()}
-
-
-def _joined(chunks: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(chunks)) if len(chunks) > 1 else chunks[0]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        call = BlockCall(dict(zip(ctx.keys, ctx.saved_tensors, strict=True)), ctx.rest)
+        return None, None, None, None, *ctx.block.learn(call, gradients)
 
 
 def _placeholder(parameter: Tensor) -> Tensor:

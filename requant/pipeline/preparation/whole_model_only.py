@@ -21,7 +21,8 @@ def with_whole_training(model: PreTrainedModel, recipe: Recipe, *, hosted: bool)
     trains = recipe.finetune.trains and by_block is not False
     if not (hosted or in_turn or trains):
         return recipe
-    why = why_not_block_by_block(model, gradients=hosted or trains)
+    # only training on the GPU passes on gradients beside those of hidden states
+    why = why_not_block_by_block(model, gradients=hosted or trains, carried=not hosted)
     if why is None:
         return recipe
     model_class = type(model).__name__

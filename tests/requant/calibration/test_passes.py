@@ -225,13 +225,14 @@ def test_blocks_that_read_the_embedding_are_not_recomputed(
 def test_blocks_that_read_what_earlier_routers_computed_are_not_recomputed(
     tiny_windows, small_batches, recomputing
 ) -> None:
-    """Nor trained block by block: the first block of ZAYA reads hidden states alone, later ones do not."""
+    """The first block of ZAYA reads hidden states alone, later ones do not; training block by block passes on the rest."""
     torch.manual_seed(0)
     config = tiny_config("zaya", 512)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     unfuse_experts(model)
     assert why_not_block_by_block(model, gradients=False) is None
     assert "read more of earlier ones" in str(why_not_block_by_block(model, gradients=True))
+    assert why_not_block_by_block(model, gradients=True, carried=True) is None
     recomputing(False)
     _, expected, _ = gathered(model, tiny_windows)
     recomputing(True)

@@ -65,10 +65,12 @@ def gradients_block_by_block(
 
 
 MODELS = ("llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss")
+HANDED_ON = ("zaya", "gemma4-per-layer")  # blocks read more than hidden states, with gradients
 
 
 @pytest.mark.parametrize(
-    ("name", "hidden_weight"), [*((name, 0.0) for name in MODELS), ("llama", 3.0), ("gemma2", 3.0)]
+    ("name", "hidden_weight"),
+    [*((name, 0.0) for name in (*MODELS, *HANDED_ON)), ("llama", 3.0), ("gemma2", 3.0)],
 )
 def test_gradients_are_those_of_the_whole_model(
     tiny_model, random_weight, windows, monkeypatch, name, hidden_weight
@@ -82,12 +84,13 @@ def test_gradients_are_those_of_the_whole_model(
     assert len(expected) == len(found) > len(problem.derived)
     for key, tensor in problem.learning.items():
         if key in expected:
-            torch.testing.assert_close(found[id(tensor)], expected[key], rtol=1e-4, atol=1e-6)
+            error = (found[id(tensor)] - expected[key]).norm()
+            assert error <= 1e-4 * expected[key].norm() + 1e-8, key
             assert tensor.grad is None
     assert not any("forward" in block.__dict__ for block in find_blocks(problem.model)[1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *HANDED_ON])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("products_of_a_gpu")
@@ -109,20 +112,20 @@ def test_gradients_of_products_in_bfloat16_are_those_of_the_whole_model(
         assert (found[id(problem.learning[key])] - gradient).norm() <= 0.03 * gradient.norm(), key
 
 
-@pytest.mark.parametrize("name", [*MODELS, "zaya"])
+@pytest.mark.parametrize("name", [*MODELS, *HANDED_ON])
 def test_blocks_whose_graphs_are_kept_are_computed_once(
     tiny_model, random_weight, windows, monkeypatch, name
 ) -> None:
-    """To the same gradients, bit for bit; blocks of ZAYA read what those before them returned beside hidden states."""
+    """To the same gradients, bit for bit."""
     teacher, chosen = HeadTeacher(tiny_model(name), windows), torch.tensor([4, 1, 5, 0])
-    blocks, plain, calls = len(find_blocks(tiny_model(name))[1]), LearningBlock._output, 0
+    blocks, plain, calls = len(find_blocks(tiny_model(name))[1]), LearningBlock._result, 0
 
     def counted(block, *rest):
         nonlocal calls
         calls += 1
         return plain(block, *rest)
 
-    monkeypatch.setattr(LearningBlock, "_output", counted)
+    monkeypatch.setattr(LearningBlock, "_result", counted)
     found = []
     for kept in range(blocks + 1):
         problem, calls = Problem(tiny_model(name), random_weight), 0

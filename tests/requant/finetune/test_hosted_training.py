@@ -107,7 +107,7 @@ def test_a_block_is_there_only_while_it_is_computed(
     """Between steps, and between the blocks of a step, no matrix takes memory; while one learns, those of its block."""
     hosted(True)
     seen = Counter[str]()
-    compute = LearningBlock._output
+    compute = LearningBlock._result
 
     def numbers(result) -> list[int]:
         return [target.parameter.untyped_storage().nbytes() // 4 for target in result]
@@ -136,7 +136,7 @@ def test_a_block_is_there_only_while_it_is_computed(
 
     prepared, own_prepare = prepare("demo", recipe_of("rtn"), device="cpu"), prepare
     monkeypatch.setattr("requant.pipeline.quantize.prepare", keep)
-    monkeypatch.setattr(LearningBlock, "_output", noted)
+    monkeypatch.setattr(LearningBlock, "_result", noted)
     monkeypatch.setattr(BlockwiseStep, "__call__", stepped)
     result = requant.quantize(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
     assert seen["steps"] == STEPS and seen["computed"] >= 4 * STEPS

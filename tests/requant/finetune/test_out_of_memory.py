@@ -16,15 +16,15 @@ class Exhausted:
     """Memory that runs out for more than `windows` windows at once, once in `times`."""
 
     def __init__(self, monkeypatch, *, windows: int, times: int) -> None:
-        self.left, plain = times, LearningBlock._output
+        self.left, plain = times, LearningBlock._result
 
-        def output(block, hidden, *rest):
-            if len(hidden) > windows and self.left:
+        def result(block, call):
+            if call.windows > windows and self.left:
                 self.left -= 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return plain(block, hidden, *rest)
+            return plain(block, call)
 
-        monkeypatch.setattr(LearningBlock, "_output", output)
+        monkeypatch.setattr(LearningBlock, "_result", result)
 
 
 def learned(
@@ -60,11 +60,11 @@ def test_where_memory_runs_out_half_as_much_goes_at_once(
 @pytest.mark.parametrize(
     ("where", "calls"),
     [
-        ("_output", 1),  # the first block's forward pass
-        ("_output", 2),  # the second's, beside a graph
-        ("_output", 3),  # the forward pass of a second step
+        ("_result", 1),  # the first block's forward pass
+        ("_result", 2),  # the second's, beside a graph
+        ("_result", 3),  # the forward pass of a second step
         ("_build", 3),  # weights of the second block, beside a graph
-        ("_output", "backward"),  # the second block's backward pass, of its own graph
+        ("_result", "backward"),  # the second block's backward pass, of its own graph
     ],
 )
 def test_where_memory_runs_out_no_more_graphs_are_kept(
@@ -83,7 +83,7 @@ def test_where_memory_runs_out_no_more_graphs_are_kept(
             raise exhausted
         found = plain(block, *rest)
         if calls == "backward" and seen == 2:
-            found.register_hook(runs_out)
+            found.carried[0].register_hook(runs_out)
         return found
 
     def runs_out(_gradient: torch.Tensor) -> None:
