@@ -101,7 +101,8 @@ def test_the_switch(
 def test_loaders_fuse_what_they_loaded(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry point wraps vLLM's loader once, however often vLLM calls it; models of other methods pass by."""
     loader: Any = engine.plugin.BaseModelLoader
-    monkeypatch.setattr(loader, "load_model", lambda self, vllm_config, model_config: "a model")
+    model = nn.Module()
+    monkeypatch.setattr(loader, "load_model", lambda self, vllm_config, model_config: model)
     engine.plugin.register()
     wrapped = loader.load_model
     engine.plugin.register()
@@ -110,8 +111,8 @@ def test_loaders_fuse_what_they_loaded(engine, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine.plugin, "fuse", lambda *given: fused.append(given))
     own, other = config(), config(quant_config=SimpleNamespace(get_name=lambda: "gptq"))
     for given in (own, other, config(quant_config=None)):
-        assert loader.load_model(None, vllm_config=given, model_config=None) == "a model"
-    assert fused == [("a model", own)]
+        assert loader.load_model(None, vllm_config=given, model_config=None) is model
+    assert fused == [(model, own)]
 
 
 @pytest.mark.peers
