@@ -200,7 +200,7 @@ def _band(weight: Float[Tensor, "v d"], uses: Uses, rows: slice, columns: Float[
     config = config_of(FEWEST_BITS)
     hessian = average_curvature(row_variances(weight[rows], columns), _of_rows(uses, rows))
     hessian = incoherence_process(hessian, rows=columns, columns=columns)
-    trace, gain = trellis.white_trace(hessian, trellis.block_ldl(hessian, damp=config.damp))
+    trace, gain = trellis.white_trace(hessian, damp=config.damp)
     return _Band(trace=trace, gain=max(0.0, gain - 1))
 
 

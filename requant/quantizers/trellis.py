@@ -196,27 +196,9 @@ def relative_scale(config: TrellisConfig) -> float:
 
 
 def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
-    """L - I of H + damp mean(diag H) I = L D L', L unit lower triangular in blocks of TILE.
-
-    `damp` grows tenfold, with a warning, until H is positive definite; NumericalError if it is not at 1.
-    """
-    size = hessian.shape[0]
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back
-    while damp <= MAX_DAMP:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        del damped
-        if not failed:
-            break
-        logger.warning("A Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
-        damp *= 10
-    else:
-        raise NumericalError(
-            f"A Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens "
-            "(--num-samples) or in float32 (--dtype float32)."
-        )
+    """L - I of H + d I = L D L', L unit lower triangular in blocks of TILE; d as `_damped_cholesky` says."""
+    lower, _ = _damped_cholesky(hessian, damp)
+    size = len(lower)
     factor = torch.empty(size, size, device=hessian.device).mT  # by columns
     step = TILE * _rows_at_once(TILE * size)
     for start in range(0, size, step):
@@ -229,6 +211,27 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
             factor[:, here] = solved
             factor[here, here] = 0
     return factor
+
+
+def _damped_cholesky(hessian: Float[Tensor, "c c"], damp: float) -> tuple[Tensor, Tensor]:
+    """C of H + d I = C C', and d = damp mean(diag H).
+
+    `damp` grows tenfold, with a warning, until that is positive definite; NumericalError if it is not at 1.
+    """
+    mean = hessian.diagonal().mean()
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back
+    while damp <= MAX_DAMP:
+        damped = hessian.clone()
+        damped.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return lower, damp * mean
+        logger.warning("A Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
+        damp *= 10
+    raise NumericalError(
+        f"A Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens (--num-samples) or in "
+        "float32 (--dtype float32)."
+    )
 
 
 def code_tiles(
@@ -338,10 +341,10 @@ def predicted_losses(
     if rows is None and variance:  # every row is coded at its own scale
         scale = (rotated.square().mean(1) / variance).sqrt()
         outputs = scale[:, None] * outputs * scale
-    input_trace, input_gain = white_trace(inputs, block_ldl(inputs, damp=config.damp))
+    input_trace, input_gain = white_trace(inputs, damp=config.damp)
     output_trace, output_gain = outputs.diagonal().sum(dtype=torch.float64).item(), 1.0
     if config.two_sided:
-        output_trace, output_gain = white_trace(outputs, block_ldl(outputs, damp=config.output_damp))
+        output_trace, output_gain = white_trace(outputs, damp=config.output_damp)
     gain = max(0.0, input_gain * output_gain - 1)
     losses: Losses = {}
     for bits in widths:
@@ -352,19 +355,24 @@ def predicted_losses(
     return losses
 
 
-def white_trace(hessian: Float[Tensor, "c c"], factor: Float[Tensor, "c c"]) -> tuple[float, float]:
-    """With L the identity plus `factor`: `tr(L^-1 H L^-T)`, the loss of white errors fed back through L, and the mean
-    squared norm of a row of L^-1, by which feedback widens their variance."""
-    size = len(factor)
-    # reads nothing on the diagonal, nor above it
-    inverse = torch.linalg.solve_triangular(
-        factor, torch.eye(size, device=factor.device), upper=False, unitriangular=True
-    )
-    trace = norms = 0.0
-    for rows in inverse.split(_rows_at_once(size)):
-        trace += ((rows @ hessian) * rows).sum(dtype=torch.float64).item()
-        norms += rows.square().sum(dtype=torch.float64).item()
-    return trace, norms / size
+def white_trace(hessian: Float[Tensor, "c c"], *, damp: float) -> tuple[float, float]:
+    """With L and D of `block_ldl`: `tr(L^-1 H L^-T)`, the loss of white errors fed back through L, and the mean squared norm
+    of a row of L^-1, by which feedback widens their variance.
+
+    As H = L D L' - d I, the trace is `tr D - d |L^-1|^2`; with B the blocks of C on the diagonal, L^-1 = B C^-1, D = B B'.
+    """
+    if not hessian.diagonal().any():
+        return 0.0, 1.0  # exactly, whatever is added to it
+    lower, added = _damped_cholesky(hessian, damp)
+    size = len(lower)
+    blocks = torch.stack([lower[at : at + TILE, at : at + TILE] for at in range(0, size, TILE)])
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
+    del lower
+    step, norms = _rows_at_once(TILE * size), torch.zeros((), dtype=torch.float64, device=hessian.device)
+    for own, rows in zip(blocks.split(step), inverse.view(-1, TILE, size).split(step), strict=True):
+        norms += (own @ rows).square().sum(dtype=torch.float64)
+    trace = blocks.square().sum(dtype=torch.float64) - added * norms
+    return max(0.0, trace.item()), norms.item() / size
 
 
 def _rows_at_once(length: int) -> int:

@@ -84,9 +84,15 @@ def test_white_trace_is_the_loss_of_white_errors_after_feedback() -> None:
     inverse = torch.linalg.inv(factor + torch.eye(64))
     rows = white @ inverse
     mean = ((rows @ stats.hessian) * rows).sum(1).mean().item()
-    trace, spread = white_trace(stats.hessian, factor)
+    trace, spread = white_trace(stats.hessian, damp=0.05)
     assert trace == pytest.approx(mean, rel=0.02)
     assert spread == pytest.approx(rows.square().mean().item(), rel=0.02)
+    assert trace == pytest.approx(((inverse @ stats.hessian) * inverse).sum().item(), rel=1e-5)
+    assert spread == pytest.approx(inverse.square().sum().item() / 64, rel=1e-5)
+
+
+def test_a_hessian_of_zeros_loses_nothing() -> None:
+    assert white_trace(torch.zeros(64, 64), damp=0.01) == (0.0, 1.0)
 
 
 @pytest.fixture
