@@ -61,7 +61,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     handle = os.open(partial, os.O_RDONLY)
     try:
         if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            with suppress(OSError):  # where files cannot be locked, which `_remove_if_dead` leaves alone
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield partial
         umask = os.umask(0)
         os.umask(umask)

@@ -140,9 +140,11 @@ def workspace_of(output: Path, *, resume: bool, save_every: float) -> "Workspace
 
 
 def check_new_output(output: Path, *, resume: bool) -> None:
-    """Raise OutputError unless the output can be created; of one that is complete nothing else is left then."""
+    """Raise OutputError unless the output can be created. Of one that is complete nothing else is left then; what an
+    interrupted run has made stays beside anything else of that name."""
     from requant.checkpoint.new_folder import check_output
 
-    if resume and output.exists():
-        remove_leftover(output.expanduser().absolute())
+    output = output.expanduser().absolute()
+    if resume and _finished_by(output) is not None:
+        remove_leftover(output)
     check_output(output)

@@ -183,6 +183,7 @@ class BlockwiseStep:
             self.tensors,
             self.full_lrs,
             lambda i: self.optimizers[i].state[self.tensors[i]],
+            moments=torch.bfloat16,
             counts_on_cpu=True,
         )
         for weight in self.outside:
@@ -245,18 +246,17 @@ class BlockwiseStep:
 
     def _gradient(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
         """Of the loss, at the hidden states of some positions; the head's is added up."""
-        found = []
-        for own, original in zip(
-            hidden.split(self.chunks.positions), states.split(self.chunks.positions), strict=True
-        ):
+        found = torch.empty_like(hidden)  # before anything is added to the head's, which is not taken back
+        rows = self.chunks.positions
+        for own, original, out in zip(hidden.split(rows), states.split(rows), found.split(rows), strict=True):
             leaf = own.detach().requires_grad_()
             loss = self._kl(leaf, original)
             if self.hidden_weight:
                 loss = loss + self.hidden_weight * hidden_error(leaf, original)
             (loss / self.batch_tokens).backward()
             assert leaf.grad is not None
-            found.append(leaf.grad)
-        return torch.cat(found)
+            out.copy_(leaf.grad)
+        return found
 
     def _kl(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, ""]:
         """The sum over some positions."""

@@ -186,6 +186,7 @@ class TrainingStep:
             self.tensors,
             self.full_lrs,
             lambda i: optimizers[i].state[self.tensors[i]],
+            moments=torch.float32,
             counts_on_cpu=not self.captures,
         )
         for weight in self.derived:
@@ -320,9 +321,13 @@ def restore_state(
     lrs: Tensor,
     held_of: Callable[[int], dict[str, Tensor]],
     *,
+    moments: torch.dtype,
     counts_on_cpu: bool,
 ) -> None:
-    """Overwrite all that `state_of` saved; `held_of(i)`: the optimizer's state of tensor i, empty before its first step."""
+    """Overwrite all that `state_of` saved; `held_of(i)`: the optimizer's state of tensor i, empty before its first step.
+
+    Its moments become the dtype that the optimizer has them in, for the other kind of step may have saved them.
+    """
     lrs.copy_(state["lrs"])
     for i, tensor in enumerate(tensors):
         tensor.copy_(state[f"tensor.{i}"])
@@ -333,10 +338,10 @@ def restore_state(
             name = name.removeprefix(prefix)
             if name in held:
                 held[name].copy_(value)
+            elif value.dim():
+                held[name] = value.to(tensor.device, moments, copy=True)
             else:  # Adam counts its steps on the CPU, unless they are captured
-                held[name] = value.to(
-                    "cpu" if counts_on_cpu and not value.dim() else tensor.device, copy=True
-                )
+                held[name] = value.to("cpu" if counts_on_cpu else tensor.device, copy=True)
 
 
 def gradient_of(tensor: Tensor) -> Tensor:

@@ -294,6 +294,17 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(t
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partially"}
 
 
+def test_a_folder_is_written_where_files_cannot_be_locked(tmp_path: Path, monkeypatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    for name in ("one", "two"):
+        with new_folder(tmp_path / name) as folder:
+            (folder / "file").touch()
+    assert {path.name for path in tmp_path.rglob("*")} == {"one", "two", "file"}
+
+
 def test_infinite_scales_are_refused_with_the_name_of_the_matrix(parts, tmp_path: Path) -> None:
     model, weights = parts
     name = "model.layers.1.mlp.up_proj"

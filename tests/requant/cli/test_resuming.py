@@ -194,3 +194,14 @@ def test_what_a_run_left_that_was_killed_at_its_very_end_goes(
     else:
         assert code == 2 and "exists already" in error
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_run_has_made_stays_beside_a_folder_of_that_name(cli, tmp_path, monkeypatch) -> None:
+    """Which somebody made while it ran: it is refused, and the run goes on once it is gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out.partial").mkdir()
+    claim(tmp_path / "out.partial", ["quantize", "--code-bits", "3", "--output", "out"])
+    code, _, error = cli("quantize", "--code-bits", "3", "--output", "out", "--resume")
+    assert code == 2 and "exists already" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial"}

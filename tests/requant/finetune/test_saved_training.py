@@ -127,6 +127,28 @@ def test_it_goes_on_at_the_step_that_was_saved(
         assert [path.name for path in folder.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("by_block", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_goes_on_by_the_other_kind_of_step(
+    tiny_folder, tiny_text_file, tmp_path, monkeypatch, steps, by_block
+) -> None:
+    """As on a GPU of another size: moments that the one has in 16 bits are float32 in the other."""
+    recipe = recipe_of("codes", tiny_folder("llama"), tiny_text_file)
+    put = Workspace.put
+
+    def stopping(self, stage: str, *args, **kwargs) -> None:
+        put(self, stage, *args, **kwargs)
+        if stage == "training" and len(steps) == 2:
+            raise Stopped
+
+    monkeypatch.setattr(Workspace, "put", stopping)
+    monkeypatch.setattr("requant.finetune.final.trains_by_block", lambda *_, **__: by_block)
+    with pytest.raises(Stopped):
+        run(recipe, tmp_path / "out")
+    monkeypatch.setattr("requant.finetune.final.trains_by_block", lambda *_, **__: not by_block)
+    run(recipe, tmp_path / "out", resume=True)
+    assert len(steps) == STEPS
+
+
 def test_sigterm_ends_the_step_and_saves_it(
     cli, tiny_folder, tiny_text_file, tmp_path, monkeypatch, steps
 ) -> None:
