@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "a\u2028<b>\U0001f600"}]
 def renderer(tokenizer) -> Any:
     chatty = copy.deepcopy(tokenizer)
     chatty.chat_template = HONEST
-    renderer = ChatTemplate(chatty, seconds=2.0, max_characters=10_000)
+    renderer = ChatTemplate(chatty, seconds=1.0, max_characters=10_000)
     yield renderer
     renderer.close()
 
@@ -34,8 +34,8 @@ def test_the_text_is_that_of_transformers(renderer: ChatTemplate, tokenizer) -> 
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
-        ("{{ 10**(10**9) }}", "longer than 2 s|too much memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
+        ("{{ 10**(10**9) }}", "longer than 1 s|too much memory"),
         ("{{ 'x' * 10**10 }}", "takes too much memory"),
         ("{{ ('x' * 10**6)[0] }}", None),
         ("{{ 'x' * 10**6 }}", "more than 10,000 characters"),
