@@ -140,7 +140,7 @@ def brief_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
     They do in tests of either, and in the folders whose tests read, print or draw such numbers.
     """
-    full = request.path.parent.name in ("report", "cli", "evaluation", "planning")
+    full = request.path.parent.name in ("report", "cli", "evaluation")
     if not full and "full_reports" not in request.fixturenames:
         monkeypatch.setattr("requant.allocation.knapsack.OTHER_BUDGETS", (0,))  # below every model's least
         monkeypatch.setattr("requant.evaluation.diagnosis.MATRIX_WEIGHTS_ON_CPU", 0)

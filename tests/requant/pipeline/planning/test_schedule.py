@@ -278,6 +278,7 @@ def test_kept_floats_are_planned_where_nothing_else_takes_as_much(tmp_path: Path
     assert found[0] - found[1] == pytest.approx(4 * weights, rel=0.01)
 
 
+@pytest.mark.usefixtures("full_reports")
 @pytest.mark.parametrize("on_host, kept", [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_diagnosis_decodes_as_often_as_planned(
