@@ -159,8 +159,9 @@ def embedding_and_head_bits(
         given = {"embedding": next(iter(said), None)}
     for bits in given.values():
         if bits not in (None, FLOATS, *method.widths):
+            role = "head" if bits == budget.head_bits else "embedding"
             raise RecipeError(
-                f"budget.head_bits is {bits:g}, but an embedding or head on a grid takes {method.widths[0]} to "
+                f"budget.{role}_bits is {bits:g}, but an embedding or head on a grid takes {method.widths[0]} to "
                 f"{method.widths[-1]} whole bits; give those, or method trellis."
             )
     chosen = [bits for bits in method.widths if budget.quarters or not bits % 1]

@@ -226,7 +226,7 @@ class CalibrationOptions(TypedDict, total=False):
     ]
     num_samples: Annotated[
         int | None,
-        of_calibration(help="Calibration windows. [128; on a GPU 256; demo: 16]"),
+        of_calibration(help="Calibration windows. [128; in mode best on a GPU 256; demo: 16]"),
     ]
     seq_len: Annotated[
         int | None,

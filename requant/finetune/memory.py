@@ -70,16 +70,20 @@ HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait o
 
 
 @contextmanager
-def exhaustion_explained() -> Iterator[None]:
-    """Training that runs out of memory all the same ends with what is left to do: its codes took most of the time."""
+def exhaustion_explained(*, in_rounds: bool) -> Iterator[None]:
+    """Training that runs out of memory all the same ends with what is left to do: its codes took most of the time.
+
+    Without training, codes are those that it would begin with, unless it comes in rounds.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        without = "makes codes anew, without it" if in_rounds else "and --resume writes the codes without it"
         raise RequantError(
-            "training does not fit in memory; --resume with --finetune-steps 0 writes the codes without it, --resume on a "
-            "larger GPU goes on with it."
+            "training does not fit in memory; --resume on a larger GPU goes on with it, the same command with "
+            f"--finetune-steps 0 {without}."
         ) from error
 
 

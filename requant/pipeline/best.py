@@ -143,7 +143,7 @@ def _train_round(
 ) -> None:
     """Train what is not a code after a round: matrices of later rounds, scales and levels of `weights`, other parameters."""
     settings = run.recipe.finetune
-    with run.stage("finetuning"), exhaustion_explained():
+    with run.stage("finetuning"), exhaustion_explained(in_rounds=True):
         trainables = trainable_tensors(trainable, unquantized, other_params, learning_rate(run, settings))
         derived = reparametrized_weights(run, weights, trainable)
         train(run, teacher, trainables, derived, settings, saved=saved, hidden_weight=settings.hidden_weight)

@@ -189,7 +189,8 @@ def finetuned(
     progress.enter("fine-tuning")
     result = load_stage(run, "finetuned", embedding_and_head.parameters)
     if result is None:
-        with run.stage("finetuning"), exhaustion_explained():
+        rounds = run.recipe.trains_in_rounds
+        with run.stage("finetuning"), exhaustion_explained(in_rounds=rounds):
             result = finetune(run, weights, run.recipe.finetune, embedding_and_head)
         save_stage(run, "finetuned", result)
     run.state_caches.clear()

@@ -5,6 +5,7 @@ curve of KL against size, and `sweep.json` with its numbers. `resume` keeps a ch
 if its recipe is the requested one.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,12 +177,14 @@ def answer(entries: Sequence[Entry]) -> str:
 def _finished(folder: Path, recipe: Recipe, device: str) -> bool:
     """Whether the checkpoint is there. Raises OutputError where it is of another recipe.
 
-    The recipe that it names is as the model limits and completes it: its text fits, its steps are numbers.
+    The recipe that it names is as the model limits and completes it: its text fits, its steps are numbers. Only its weights
+    may have told that it is not trained block by block.
     """
     file = folder / "recipe.yaml"
     if not folder.exists():
         return False
     completed = outline(recipe.model, recipe, device=device).recipe
-    if file.is_file() and file.read_text(encoding="utf-8") == dump_recipe(completed):
+    whole = dataclasses.replace(completed, finetune=dataclasses.replace(completed.finetune, blockwise=False))
+    if file.is_file() and file.read_text(encoding="utf-8") in map(dump_recipe, (completed, whole)):
         return True
     raise OutputError(f"{folder} was made by another recipe; remove it, or choose another --output.")

@@ -75,6 +75,10 @@ def test_trellis_codes_have_two_bits_and_quarters(run) -> None:
         RecipeError, match=r"head_bits is 2, but an embedding or head on a grid takes 3 to 8 whole bits"
     ):
         embedding_and_head_bits(of(Budget(head_bits=2.0)), tied)
+    with pytest.raises(RecipeError, match=r"^budget\.embedding_bits is 2, but"):
+        embedding_and_head_bits(
+            of(Budget(embedding_bits=2.0, head_bits=3.0)), embedding_and_head_of(run("llama").model)
+        )
 
 
 class Odd(nn.Embedding):

@@ -60,12 +60,17 @@ def test_a_sweep_that_is_not_finished_is_not_to_be_removed(tiny_folder, tmp_path
 def test_what_a_model_limits_is_not_quantized_again(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint's recipe has a number of steps where the command's has none."""
+    """The checkpoint's recipe has a number of steps where the command's has none, and says of a model whose blocks need each
+    other that it is trained as a whole."""
     folder = str(tiny_folder("llama"))
     options = {**TINY, "method": "rtn", "calibration": str(tiny_text_file)}
     monkeypatch.setattr("requant.pipeline.preparation.completion.finetune_steps", lambda parameters: 0)
     recipe = {"finetune": {"steps": None}}
     sweep(folder, [4, 5], tmp_path / "out", recipe, **options)
+    file = tmp_path / "out" / "4bit" / "recipe.yaml"
+    before = file.read_text()
+    file.write_text(before.replace("blockwise: null", "blockwise: false"))
+    assert file.read_text() != before
     monkeypatch.setattr("requant.report.sweep.quantize", lambda *_, **__: pytest.fail("once more"))
     assert len(sweep(folder, [4, 5], tmp_path / "out", recipe, resume=True, **options).entries) == 2
 
