@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,21 @@ def checkpoint_bytes(
         }
         for name, tensors in (*modules.items(), *embedded.items())
     ]
-    plain = _plain_tensors(model, dtypes, modules, embedded)
-    units += [{name: TensorSpec(dtype=dtype, shape=tuple(tensor.shape))} for name, tensor, dtype in plain]
+    plain = plain_specs(model, source=source, modules=modules, embedding_and_head=embedded)
+    units += [{name: spec} for name, spec in plain.items()]
     return planned_bytes(units, max_shard_bytes=max_shard_bytes)
+
+
+def plain_specs(
+    model: nn.Module,
+    *,
+    source: str | Path | None,
+    modules: Collection[str],
+    embedding_and_head: Collection[str],
+) -> dict[str, TensorSpec]:
+    """What `save_checkpoint` stores as it is, beside quantized matrices and tables of these names; by names in the files."""
+    plain = _plain_tensors(model, _source_dtypes(source), modules, embedding_and_head)
+    return {name: TensorSpec(dtype=dtype, shape=tuple(tensor.shape)) for name, tensor, dtype in plain}
 
 
 def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> torch.dtype:
@@ -177,8 +189,8 @@ def _plain_units(
 def _plain_tensors(
     model: nn.Module,
     dtypes: Mapping[str, torch.dtype],
-    modules: Mapping[str, Any],
-    embedding_and_head: Mapping[str, Any],
+    modules: Collection[str],
+    embedding_and_head: Collection[str],
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
@@ -236,7 +248,7 @@ def _config(
     config["quantization_config"] = {
         "quant_method": "requant",
         "format_version": version_of(
-            modules, embedding_and_head, rotation, token_tables=_has_token_tables(model, embedding_and_head)
+            modules, embedding_and_head, rotation, token_tables=has_token_tables(model, embedding_and_head)
         ),
         **manifest,
         "modules": {name: spec.to_json() for name, spec in modules.items()},
@@ -250,7 +262,7 @@ def _config(
     return config
 
 
-def _has_token_tables(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> bool:
+def has_token_tables(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> bool:
     """Whether one of these is neither the model's embedding nor its head."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()] if embedding_and_head else []
     return any(model.get_submodule(name) not in own for name in embedding_and_head)

@@ -78,7 +78,8 @@ def write_as_made(
 ) -> None:
     """One safetensors file of the tensors that `specs` describe, in that order, which has wide dtypes first.
 
-    Each is asked for when the one before is written, and comes from a GPU without a copy on the host. Raises OSError.
+    It is on disk when this returns. Each tensor is asked for when the one before is written, and comes from a GPU without a
+    copy on the host. Raises OSError.
     """
     text = header_text(specs, metadata)
     _check_free(path, sum(spec.bytes for spec in specs.values()) + len(text))
@@ -91,6 +92,8 @@ def write_as_made(
                 )
             for piece in _pieces(tensor.detach()):
                 file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -1,16 +1,24 @@
 """The values of the report, the model card and the final table, computed from a finished run."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.checkpoint.original_sizes import float_bytes, original_bits, stores_floats, whole_bits
-from requant.checkpoint.save import checkpoint_bytes
-from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_parts
+from requant.checkpoint.save import checkpoint_bytes, has_token_tables, plain_specs
+from requant.checkpoint.sizes import (
+    ByteTable,
+    MatrixBytes,
+    byte_table,
+    matrix_parts,
+    part_of_table,
+    part_of_tensor,
+)
+from requant.checkpoint.validate import PLAIN_VERSION, TOKEN_TABLE_VERSION
 from requant.display import format_bytes, format_seconds
 from requant.files import front_matter
 from requant.formats.quantized_weight import spec_of
@@ -252,27 +260,19 @@ def _target_bits(result: QuantizedModel, paid: float) -> int | float:
 
 def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, int]:
     """Bytes by part of the checkpoint, as `byte_table` will read them from its headers (without those headers)."""
-    parts: dict[str, int] = {}
+    parts = Counter[str]()
     for matrix in stored.values():
-        for part, size in matrix.parts.items():
-            parts[part] = parts.get(part, 0) + size
-    model: Any = result.model
-    head = model.get_output_embeddings()
-    quantized = {id(target.parameter) for target in result.prepared.targets}
-    scale = _source_element_size(result)
-    tables = embedding_and_head_of(model)
-    for role, part in tables.parts.items():
-        name, coded = role if role in ("embedding", "head") else "token_tables", result.embedding_and_head
-        size = spec_of(coded[part.name]).bytes if part.name in coded else part.weight.numel() * scale
-        parts[name] = parts.get(name, 0) + size
-    counted = {id(part.weight) for part in tables.parts.values()}
-    rest = [
-        p
-        for p in model.parameters()
-        if id(p) not in quantized | counted and (head is None or p is not head.weight)
-    ]
-    parts["other"] = sum(p.numel() for p in rest) * scale
-    return parts
+        parts.update(matrix.parts)
+    tables = {name: spec_of(weight) for name, weight in result.embedding_and_head.items()}
+    version = TOKEN_TABLE_VERSION if has_token_tables(result.model, tables) else PLAIN_VERSION
+    for name, spec in tables.items():
+        parts[part_of_table(name, version)] += spec.bytes
+    plain = plain_specs(
+        result.model, source=result.prepared.source, modules=stored, embedding_and_head=tables
+    )
+    for name, tensor in plain.items():
+        parts[part_of_tensor(name)] += tensor.bytes
+    return dict(parts)
 
 
 def _source_element_size(result: QuantizedModel) -> int:
