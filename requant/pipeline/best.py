@@ -21,6 +21,7 @@ falls by 4.0, 4.3 and 5.8 % at 2, 3 and 4 bits, in the same time. The last train
 or better with the KL divergence alone (demo-4m).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -51,6 +52,8 @@ from requant.run.stage_cache import load_stage, load_weights, save_stage, stage_
 from requant.run.statistics import chunks_that_fit, gather, release
 from requant.run.workspace import digest
 
+logger = logging.getLogger(__name__)
+
 
 def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None) -> Weights:
     """Codes of every matrix within the budget, and floats trained round by round, by default in the recipe's `rounds`.
@@ -73,6 +76,11 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     other_params = params_without_codes(run)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
     saved = SavedTraining.of(run, "rounds")
+    if saved.found is not None:
+        coded = [target for members in rounds[: saved.found.value["round"] + 1] for target in members]
+        if len(stored_codes(run, coded)[1]) < len(coded):
+            logger.warning("codes that belong to the saved state of training are gone; it begins anew")
+            saved.found = None
     weights: Weights = {}
     trainable: dict[str, TrainableParams] = {}
     with single_precision(params_in_single_precision(run.model, teacher)):
@@ -99,11 +107,17 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     return weights
 
 
+def stored_codes(run: RunContext, members: Sequence[QuantTarget]) -> tuple[Mapping[str, str], Weights]:
+    """The keys of the matrices' codes, and those codes that an earlier run left."""
+    base = stage_key(run, "codes")
+    keys = {target.name: digest(base, target.name) for target in members}
+    return keys, load_weights(run, "codes", keys, {target.name: target.codes_device for target in members})
+
+
 def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bool) -> Weights:
     """Codes of the matrices in the model as it now is, from the workspace where an earlier run made them."""
-    method, base = METHODS[run.recipe.method], stage_key(run, "codes")
-    keys = {target.name: digest(base, target.name) for target in members}
-    weights = load_weights(run, "codes", keys, {target.name: target.codes_device for target in members})
+    method = METHODS[run.recipe.method]
+    keys, weights = stored_codes(run, members)
     pending = [target for target in members if target.name not in weights]
     own, left = len(ranks.owned(members)), len(ranks.owned(pending))
     with progress.counted(own, label=run.label("codes"), unit="matrices", done=own - left) as bar:

@@ -149,6 +149,30 @@ def test_it_goes_on_by_the_other_kind_of_step(
     assert len(steps) == STEPS
 
 
+def test_it_begins_anew_where_codes_that_it_was_trained_with_are_damaged(
+    tiny_folder, tiny_text_file, tmp_path, monkeypatch, steps, caplog
+) -> None:
+    """The last ones, made of weights that rounds before had trained, which are not trained again beside the state."""
+    recipe = recipe_of("best", tiny_folder("llama"), tiny_text_file)
+    alone = run(recipe, tmp_path / "alone" / "out")
+    steps.clear()
+    put = Workspace.put
+
+    def stopping(self, stage: str, *args, **kwargs) -> None:
+        put(self, stage, *args, **kwargs)
+        if stage == "training" and len(steps) == STEPS + 2:
+            raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Workspace, "put", stopping)
+        run(recipe, tmp_path / "out")
+    last = max((tmp_path / "w").glob("codes-*"), key=lambda file: file.stat().st_mtime_ns)
+    last.write_bytes(last.read_bytes()[:-1])
+    assert run(recipe, tmp_path / "out", resume=True) == alone
+    assert len(steps) == STEPS + 2 + STEPS * ROUNDS
+    assert "codes that belong to the saved state of training are gone; it begins anew" in caplog.text
+
+
 def test_sigterm_ends_the_step_and_saves_it(
     cli, tiny_folder, tiny_text_file, tmp_path, monkeypatch, steps
 ) -> None:
