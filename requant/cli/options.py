@@ -42,6 +42,13 @@ def models(incomplete: str) -> list[str]:
     return values("demo", *ALIASES)(incomplete)
 
 
+def methods(incomplete: str) -> list[str]:
+    """Quantization methods, for completion."""
+    from requant.quantizers.registry import METHODS
+
+    return values(*METHODS)(incomplete)
+
+
 def shipped_recipes(incomplete: str) -> list[str]:
     """Names of recipes, for completion."""
     from requant.recipe.shipped import available_recipes
@@ -130,7 +137,7 @@ Method = Annotated[
     str | None,
     of_recipe(
         help="Quantization method; `requant methods` lists them.",
-        autocompletion=values("trellis", "lut", "kmeans", "gptq", "awq", "hqq", "rtn"),
+        autocompletion=methods,
     ),
 ]
 EvalText = Annotated[list[str] | None, of_calibration(help="Text to score. [a held-out part]")]

@@ -215,4 +215,4 @@ def save_finetuned_params(run: RunContext, originals: dict[str, Tensor]) -> None
         if name in originals:
             stored = dtypes.get(parameter.data_ptr(), parameter.dtype)
             finetuned = parameter.detach().to(stored).to(parameter.dtype)
-            run.finetuned_params[name] = (originals[name], finetuned.cpu().clone())
+            run.finetuned_params[name] = (originals[name], finetuned.to("cpu", copy=True))

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BETAS, EPSILON = (0.9, 0.95), 1e-8
+from requant.finetune.step import BETAS
+
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class ChunkSizes:
-    """How much goes at once, halved once where memory runs out, and graphs, which are given up before that."""
+    """How much goes at once, halved once where memory runs out, and graphs, which are given up before that.
+
+    What is computed again then is a rank's own work: ranks build weights in one order, outside of it, and nothing in it waits
+    for other ranks.
+    """
 
     windows: int  # through a block
     positions: int  # whose logits exist

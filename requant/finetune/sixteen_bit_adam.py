@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from requant.finetune.step import BETAS
 from requant.kernel_choice import usable_kernel
 
-BETAS = (0.9, 0.95)
 EPS = 1e-8
 TOLERANCE = 1e-5  # of weights after two steps, relative to the distance that they went
 

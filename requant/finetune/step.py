@@ -42,6 +42,7 @@ MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 Shapes = tuple[torch.Size, ...]
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
 OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
+BETAS = 0.9, 0.95  # of Adam
 EAGER_STEPS = 3  # before the capture
 PARTS = 8  # of the tensors, of several ranks: one is updated while the next are summed
 STARTED = 2  # sums of parts that are under way meanwhile, no more: their copies in 16 bits take memory
@@ -102,8 +103,8 @@ class ReparametrizedWeight:
 
 
 def adam(groups: list[dict[str, Any]], captures: bool) -> torch.optim.Adam:
-    """Adam (0.9, 0.95)."""
-    return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=captures or None, capturable=captures)
+    """The optimizer of all training but that in 16 bits and that of masks."""
+    return torch.optim.Adam(groups, betas=BETAS, fused=captures or None, capturable=captures)
 
 
 class TrainingStep:

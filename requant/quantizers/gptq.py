@@ -242,5 +242,6 @@ METHOD = Method(
     packed_spec=rtn.packed_spec,
     predicted_losses=predicted_losses,
     predictor_needs=frozenset({"hessian", "output_hessian"}),
+    plain_grid=True,
     seconds_per_weight={"cpu": 4e-7, "cuda": 2e-7},
 )

@@ -1,4 +1,4 @@
-"""The definition of a quantization method: its `Method` is everything that the rest of requant knows about it.
+"""The definition of a quantization method: its `Method` is what the rest of requant knows about it.
 
     quantize(weight [n, k], stats, config, *, detached=None) -> QuantizedWeight
 
@@ -41,6 +41,7 @@ class Method:
     side_by_side: whether threads may call `quantize` at the same time, on streams of one GPU, and gain by it.
     compile_ahead: `(configs, device, *, wait)` compiles the kernels that matrices of these settings need side by side, which
         `quantize` would do one after the other; without `wait` in the background.
+    plain_grid: whether codes are a uniform grid without column scales, which other programs read (`recipe/readers.py`).
     seconds_per_weight: time of `quantize` on one CPU core and on one H200, by device type.
     detach: published sparse part of ReQuant with this method (Table 10), as fields of the recipe's section `detach`;
         what is not given has the defaults of the scalar quantizer.
@@ -58,6 +59,7 @@ class Method:
     outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
     side_by_side: bool = False
     compile_ahead: Callable[..., None] | None = None
+    plain_grid: bool = False
     detach: Mapping[str, Any] = field(default_factory=dict)
 
 

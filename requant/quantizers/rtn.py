@@ -201,5 +201,6 @@ METHOD = Method(
     quantize=quantize,
     packed_spec=packed_spec,
     predicted_losses=predicted_losses,
+    plain_grid=True,
     seconds_per_weight={"cpu": 1e-8, "cuda": 1e-9},
 )

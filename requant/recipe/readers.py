@@ -12,7 +12,7 @@ from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
 
-METHODS_OF_GRIDS = ("gptq", "hqq", "rtn")
+METHODS_OF_GRIDS = sorted(name for name, method in METHODS.items() if method.plain_grid)
 
 
 @dataclass(frozen=True, kw_only=True)

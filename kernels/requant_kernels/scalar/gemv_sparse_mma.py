@@ -77,9 +77,9 @@ def lanes_layout(W):
     )
 
 
-@gluon.jit(do_not_specialize=["last_tile", "steps", "M"])
+@gluon.jit(do_not_specialize=["steps", "M"])
 def gemv_sparse_mma_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, coo_ptr, block_ptr, row_perm_ptr, bias_ptr, y_ptr, M, K, n, last_tile, steps,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, coo_ptr, block_ptr, row_perm_ptr, bias_ptr, y_ptr, M, K, n, steps,
     stride_x, stride_y, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8. Grid: row tiles of 16. x_ptr: pairs; scales_ptr, zeros_ptr: pairs too, or
@@ -377,7 +377,7 @@ def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Spar
         (tiles, 1, 1),
         (
             pairs, codes, scales.view(torch.int32), None if zeros is None else zeros.view(torch.int32), layout.sparse.coo,
-            layout.sparse.block_ptr, layout.row_perm, bias, y, m, k, layout.n, tiles - 1,
+            layout.sparse.block_ptr, layout.row_perm, bias, y, m, k, layout.n,
             triton.cdiv(triton.cdiv(k_tiles, config.num_warps), config.num_stages), pairs.stride(0), y.stride(0),
         ),
         interned(CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.num_warps, num_stages=1, **options),

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from requant.finetune.loss import loss_sum
-from requant.finetune.masked_adam import BETAS, EPSILON, MaskedDecay, MaskedDecayAdam
+from requant.finetune.masked_adam import EPSILON, MaskedDecay, MaskedDecayAdam
 from requant.finetune.recovery import PrunedWeight, recover
+from requant.finetune.step import BETAS
 from requant.finetune.teacher import Teacher
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import PRUNING_METHODS
