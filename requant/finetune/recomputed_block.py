@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 class ChunkSizes:
     """How much goes at once, halved once where memory runs out, and graphs, which are given up before that.
 
-    What is computed again then is a rank's own work: ranks build weights in one order, outside of it, and nothing in it waits
-    for other ranks.
+    What is computed again then is a rank's own work; what ranks send each other, in one order, is outside of it.
     """
 
     windows: int  # through a block
