@@ -46,7 +46,8 @@ def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight, 
 def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None = None) -> Weights | None:
     """The weights of a finished stage, None where it did not finish; its finetuned parameters go into the run.
 
-    `tables`: name -> parameter of embedding and head, where the stage has them beside the matrices.
+    The run's model is at the originals. `tables`: name -> parameter of embedding and head, where the stage has them beside
+    the matrices.
     """
     devices = {target.name: target.codes_device for target in run.targets}
     devices |= {name: parameter.device for name, parameter in (tables or {}).items()}
@@ -56,7 +57,8 @@ def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None 
     if finetuned is None or len(weights) < len(devices):
         return None
     for name in finetuned.value:
-        run.finetuned_params[name] = (finetuned.tensors[f"{name}.start"], finetuned.tensors[f"{name}.end"])
+        original = run.original_param(name, run.model.get_parameter(name))
+        run.finetuned_params[name] = (original, finetuned.tensors[f"{name}.end"])
     return weights
 
 
@@ -68,11 +70,7 @@ def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
     keys = _stage_keys(run, stage, weights)
     for name, weight in weights.items():
         save_weight(run, stage, keys[name], weight)
-    tensors = {
-        f"{name}.{end}": pair[i]
-        for name, pair in run.finetuned_params.items()
-        for i, end in enumerate(("start", "end"))
-    }
+    tensors = {f"{name}.end": finetuned for name, (_, finetuned) in run.finetuned_params.items()}
     run.workspace.put("finetuned-params", keys[""], tensors=tensors, value=list(run.finetuned_params))
     run.workspace.discard(TRAINING, training_key(run, stage))
 
