@@ -369,7 +369,7 @@ def white_trace(hessian: Float[Tensor, "c c"], *, damp: float) -> tuple[float, f
     inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
     del lower
     step, norms = _rows_at_once(TILE * size), torch.zeros((), dtype=torch.float64, device=hessian.device)
-    for own, rows in zip(blocks.split(step), inverse.view(-1, TILE, size).split(step), strict=True):
+    for own, rows in zip(blocks.split(step), inverse.reshape(-1, TILE, size).split(step), strict=True):
         norms += (own @ rows).square().sum(dtype=torch.float64)
     trace = blocks.square().sum(dtype=torch.float64) - added * norms
     return max(0.0, trace.item()), norms.item() / size
