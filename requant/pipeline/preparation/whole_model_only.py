@@ -21,7 +21,7 @@ def with_whole_training(model: PreTrainedModel, recipe: Recipe, *, hosted: bool)
     trains = recipe.finetune.trains and by_block is not False
     if not (hosted or in_turn or trains):
         return recipe
-    # only training on the GPU passes on gradients beside those of hidden states
+    # gradients beside those of hidden states are passed on where the matrices are not on the host
     why = why_not_block_by_block(model, gradients=hosted or trains, carried=not hosted)
     if why is None:
         return recipe
