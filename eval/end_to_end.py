@@ -82,7 +82,7 @@ def build(
         widths: `equal`, or `best` for those of WIDTHS.
         tables: what embedding and head are in trellis formats.
     """
-    best = widths == "best" and kind in CODES and bits in WIDTHS
+    best = widths == "best" and kind in CODES
     sizes: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192} | SHAPES[shape] | changes
     config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     with torch.device("meta"):
@@ -90,15 +90,11 @@ def build(
     if kind != "bf16":
         blocks = model.model.layers
         for index, block in enumerate(blocks):
-            own = (
-                {name: thirds[3 * index // len(blocks)] for name, thirds in WIDTHS[bits].items()}
-                if best
-                else {}
-            )
+            own = widths_of_block(bits, index, len(blocks)) if best else {}
             for parent in list(block.modules()):
                 _replace_children(parent, kind, bits, own, density, device)
         if tables != "grid" and kind in CODES:
-            _code_tables(model, TABLE_BITS[round(bits)], device, bands=tables == "bands")
+            _code_tables(model, bits, device, bands=tables == "bands")
         _replace_children(model, kind, bits, {}, density, device)
     for module in model.modules():  # what is left on the meta device
         for name, parameter in module.named_parameters(recurse=False):
@@ -110,6 +106,18 @@ def build(
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model.eval()
+
+
+def widths_of_block(bits: float, index: int, blocks: int) -> dict[str, float]:
+    """Matrix -> bits in a block by WIDTHS, which has budgets of whole bits; {} for others."""
+    return {name: thirds[3 * index // blocks] for name, thirds in WIDTHS.get(bits, {}).items()}
+
+
+def table_bands(bits: float, n: int) -> list[tuple[int, float]]:
+    """Rows and bits of the bands of an embedding or head with n rows, for a budget of the blocks."""
+    found = band_rows(n)
+    own_bits = tilted(TABLE_BITS[round(bits)], len(found))[:LIKELY_TILTS][-1]
+    return [(rows.stop - rows.start, own) for rows, own in zip(found, own_bits, strict=True)]
 
 
 def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
@@ -125,13 +133,12 @@ def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     n, k, tied = *embedding.weight.shape, model.config.tie_word_embeddings
 
-    found = band_rows(n) if bands else [slice(0, n)]
-    own_bits = tilted(bits, len(found))[:LIKELY_TILTS][-1]
+    found = table_bands(bits, n) if bands else [(n, TABLE_BITS[round(bits)])]
 
     def table() -> KernelLinear | BandedLinear:
         linears, input_scales = [], None
-        for rows, own in zip(found, own_bits, strict=True):
-            layout = random_layout("mul1", own, rows.stop - rows.start, k, 0.0, device=device)
+        for rows, own in found:
+            layout = random_layout("mul1", own, rows, k, 0.0, device=device)
             assert isinstance(layout, TrellisLayout)
             if input_scales is None:
                 input_scales = layout.input_scales  # shared by all bands

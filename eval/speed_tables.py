@@ -111,24 +111,23 @@ VLLMS_OWN = {"bf16": "bf16", "gptq:4": "vLLM's int4 (GPTQ, groups of 128)"}
 
 
 def vllm_table(results: Path) -> str:
-    """Tokens per second in vLLM's engine and the ratio to its bf16, one line per format, ours with layers fused and not."""
-    lines: dict[str, dict[int, Mapping[str, Any]]] = {}
+    """Tokens per second in vLLM's engine and the ratio to its bf16, one line per format and way to run the engine."""
+    lines: dict[tuple[bool, str], dict[int, float]] = {}
     for row in read(results, "vllm-h200").get("rows", []):
         if "decode_tokens_per_s" in row:
-            name = VLLMS_OWN.get(row["name"]) or row["name"].replace(":", " ") + "-bit"
-            if row["name"] not in VLLMS_OWN:
-                name += ", fused layers" if row["fused_layers"] else ", `REQUANT_VLLM_FUSE=0`"
-            lines.setdefault(name, {})[row["batch"]] = row
+            lines.setdefault((row["served"], row["name"]), {})[row["batch"]] = row["decode_tokens_per_s"]
     batches = sorted({batch for line in lines.values() for batch in line})
+
+    def name(served: bool, of: str) -> str:
+        own = VLLMS_OWN.get(of) or of.replace(":", " ") + "-bit"
+        return own if served else f"{own}, no torch.compile"
+
+    def cell(served: bool, batch: int, speed: float) -> str:
+        return f"{speed:,.0f} ({speed / lines[served, 'bf16'][batch]:.2f})"
+
     rows = [
-        [
-            name,
-            *(
-                f"{line[batch]['decode_tokens_per_s']:,.0f} ({line[batch]['decode_tokens_per_s_ratio']:.2f})"
-                for batch in batches
-            ),
-        ]
-        for name, line in lines.items()
+        [name(*key), *(cell(key[0], batch, line[batch]) for batch in batches)]
+        for key, line in sorted(lines.items(), key=lambda item: not item[0][0])
     ]
     return markdown(["8B shape in vLLM", *(f"{batch} at once" for batch in batches)], rows) if rows else ""
 

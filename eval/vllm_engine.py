@@ -5,11 +5,12 @@ log-probabilities compared with those of `requant.load`.
     python -m eval.vllm_engine --out eval/results/vllm-check.json --checkpoints CHECKPOINT
 
 Needs vllm, and requant installed with its entry point. Every row runs in a process of its own, whose engine uses CUDA graphs
-for decoding steps but, unless `--compile` is given, no torch.compile, so that it starts in seconds; this is the same for all
-rows. Speed depends on shapes. One of our formats, KIND:BITS as in `end_to_end.py`, is a checkpoint with random codes
-(embedding and head are grids with four bits more, in groups of 64), written to a temporary folder. bf16, `gptq:4` and
-`awq:4` (groups of 128, with the kernels that vLLM picks: Machete for `gptq:4` on Hopper) use vLLM's dummy weights. Only
-decoding is timed, as the difference of a long and a short run of like prompts.
+for decoding steps but no torch.compile, so that it starts in seconds. With `--served` engines run as `vllm serve` has them:
+with torch.compile, and in a process of their own, which plans the next step while the GPU computes. Speed depends on shapes.
+One of our formats, KIND:BITS as in `end_to_end.py`, is a checkpoint with random codes, written to a temporary folder: with
+the widths that mode `best` gives out (for 2, 3 and 4 bits), and embedding and head in bands. bf16, `gptq:4` and `awq:4`
+(groups of 128, with the kernels that vLLM picks: Machete for `gptq:4` on Hopper) use vLLM's dummy weights. Only decoding is
+timed, as the difference of a long and a short run of like prompts: the median of five, since one may be off by a fifth.
 
 `fused_layers` of a row says whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`);
 `REQUANT_VLLM_FUSE=0` in the environment turns this off.
@@ -20,6 +21,7 @@ are compared with `requant.load` in bfloat16. How far both are from the same mod
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,14 +39,15 @@ from transformers import AutoTokenizer
 import requant
 from eval import options as opt
 from eval.common import environment, write_json
-from eval.end_to_end import BATCHES, SHAPES
+from eval.end_to_end import BATCHES, SHAPES, table_bands, widths_of_block
+from requant.checkpoint.validate import TRELLIS_TABLE_VERSION
 from requant.cli.common import sigterm_interrupts
-from requant.formats.grid import GridSpec
+from requant.formats.bands import BandsSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.models.devices import pick_device
 
-PROMPT_TOKENS, SHORT, LONG = 32, 16, 144
+PROMPT_TOKENS, SHORT, LONG, REPEATS = 32, 16, 144, 5
 CHECKED, CHOSEN = 256, 48  # tokens of a prompt and of its continuation
 TEXT = Path(__file__).parents[1] / "requant" / "data" / "demo-text"
 
@@ -55,13 +58,13 @@ def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> to
     Signs of equal length are the same for all matrices, as in checkpoints that requant makes.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if suffix == "input_signs":
+    if suffix.startswith("input_signs"):
         return random_bits(shape, dtype).clone()  # a file must not have a tensor twice
     if dtype == torch.int32:
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device).cpu()
     if dtype == torch.int8:
         return torch.randint(1, 128, shape, dtype=torch.int8, device=device).cpu()
-    if suffix == "input_magnitude":
+    if suffix.startswith("input_magnitude"):
         return torch.ones(shape, dtype=dtype)
     return torch.full(shape, 0.01, dtype=dtype)
 
@@ -83,14 +86,26 @@ def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: floa
         "self_attn.q_proj": (heads, d), "self_attn.k_proj": (groups, d), "self_attn.v_proj": (groups, d),
         "self_attn.o_proj": (d, heads), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f),
     }  # fmt: skip
-    table = PackedSpec(dense=GridSpec(bits=round(bits) + 4, shape=(v, d), group_size=64, zero_points=True))
-    modules = {
-        f"model.layers.{layer}.{name}": PackedSpec(
-            dense=TrellisSpec(bits=bits, shape=shape, code=kind, input_signs=True, output_scales="int8")
+
+    def trellis(code: str, own: float, shape: tuple[int, int], *, rotates_output: bool = True) -> TrellisSpec:
+        own = round(own) if own == round(own) else own
+        return TrellisSpec(
+            bits=own,
+            shape=shape,
+            code=code,
+            rotates_output=rotates_output,
+            input_signs=True,
+            output_scales="int8",
         )
-        for layer in range(config["num_hidden_layers"])
-        for name, shape in shapes.items()
-    }
+
+    layers, modules = config["num_hidden_layers"], {}
+    for layer in range(layers):
+        widths = widths_of_block(bits, layer, layers)
+        for name, shape in shapes.items():
+            own = widths.get(name.split(".")[1], bits)
+            modules[f"model.layers.{layer}.{name}"] = PackedSpec(dense=trellis(kind, own, shape))
+    bands = [trellis("mul1", own, (rows, d), rotates_output=False) for rows, own in table_bands(bits, v)]
+    table = PackedSpec(dense=BandsSpec(parts=tuple(bands)) if len(bands) > 1 else bands[0])
     tables = {"model.embed_tokens": table, "lm_head": table}
     tensors: dict[str, torch.Tensor] = {"model.norm.weight": torch.ones(d, dtype=torch.bfloat16)}
     for layer in range(config["num_hidden_layers"]):
@@ -101,7 +116,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: floa
         for suffix, tensor in spec.tensors().items():
             tensors[f"{name}.{suffix}"] = random_tensor(suffix, tensor.shape, tensor.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    entry = {"quant_method": "requant", "format_version": 3, "recipe_hash": "random"}
+    entry = {"quant_method": "requant", "format_version": TRELLIS_TABLE_VERSION, "recipe_hash": "random"}
     entry |= {
         key: {name: spec.to_json() for name, spec in specs.items()}
         for key, specs in (("modules", modules), ("vocabulary", tables))
@@ -135,7 +150,7 @@ class Settings:
     batch: tuple[int, ...]
     tensor_parallel: int
     memory: float
-    compile: bool
+    served: bool
 
 
 def engine(folder: Path, settings: Settings, *, length: int, **options: Any) -> Any:
@@ -143,7 +158,7 @@ def engine(folder: Path, settings: Settings, *, length: int, **options: Any) -> 
 
     most = max(settings.batch)
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, *settings.batch})}
-    if not settings.compile:
+    if not settings.served:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=length, max_num_seqs=most, gpu_memory_utilization=settings.memory,
@@ -156,7 +171,12 @@ def fused_layers(llm: Any, settings: Settings) -> bool | None:
     """Whether the plugin fused the decoder layers; None if the model is in other processes."""
     from requant.integrations.vllm_block import is_fused
 
-    return llm.apply_model(is_fused)[0] if settings.tensor_parallel == 1 else None
+    return llm.apply_model(is_fused)[0] if in_process(settings.tensor_parallel, settings.served) else None
+
+
+def in_process(tensor_parallel: int, served: bool) -> bool:
+    """Whether an engine computes in the process that asks it."""
+    return tensor_parallel == 1 and not served
 
 
 def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
@@ -201,12 +221,14 @@ def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
 
     rows = []
     for batch in settings.batch:
-        seconds(batch, SHORT)
-        step = (seconds(batch, LONG) - seconds(batch, SHORT)) / (LONG - SHORT)
+        seconds(batch, LONG)
+        steps = [(seconds(batch, LONG) - seconds(batch, SHORT)) / (LONG - SHORT) for _ in range(REPEATS)]
+        step = statistics.median(steps)
         rows.append({
             "shape": settings.shape, "layers": config["num_hidden_layers"], "name": name, "batch": batch,
             "tensor_parallel": settings.tensor_parallel, "ms_per_step": 1e3 * step, "decode_tokens_per_s": batch / step,
-            "engine_start_s": started, "fused_layers": fused,
+            "engine_start_s": started, "fused_layers": fused, "served": settings.served,
+            "ms_per_step_from_to": [1e3 * min(steps), 1e3 * max(steps)],
         })  # fmt: skip
     return rows
 
@@ -279,8 +301,11 @@ def main(
         int, typer.Option(help="Number of GPUs among which an engine divides a model.")
     ] = 1,
     memory: Annotated[float, typer.Option(help="Fraction of the GPU's memory that an engine takes.")] = 0.8,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Use torch.compile, as `vllm serve` does by default.")
+    served: Annotated[
+        bool,
+        typer.Option(
+            "--served", help="Run engines as `vllm serve` does: compiled, in a process of their own."
+        ),
     ] = False,
     seconds: opt.Seconds = 1e9,
     row: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -288,7 +313,7 @@ def main(
     if row is not None:  # measure one row in this process: FORMAT or =CHECKPOINT
         settings = Settings(
             shape=shape, layers=layers, batch=tuple(batch or BATCHES), tensor_parallel=tensor_parallel,
-            memory=memory, compile=compile,
+            memory=memory, served=served,
         )  # fmt: skip
         found = checked(row[1:], settings) if row[0] == "=" else timed(row, settings)
         out.write_text(json.dumps(found))
@@ -299,17 +324,17 @@ def main(
     for name in names:
         if time.monotonic() - started > seconds:
             break
-        found = row_of_own_process(name, tensor_parallel)
+        found = row_of_own_process(name, in_process(tensor_parallel, served))
         rows += found
         for each in found:
             print(json.dumps(each), flush=True)
-        about = environment(torch.device(pick_device("auto"))) | {"compile": compile}
+        about = environment(torch.device(pick_device("auto"))) | {"served": served}
         write_json(out, {"about": about, "rows": rows})
 
 
-def row_of_own_process(name: str, tensor_parallel: int) -> list[dict[str, Any]]:
+def row_of_own_process(name: str, in_process: bool) -> list[dict[str, Any]]:
     """Run this command again with the same options for one row: an engine frees its memory only when its process ends."""
-    environ = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tensor_parallel == 1 else {})
+    environ = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})
     with tempfile.TemporaryDirectory() as home:
         part = Path(home) / "row.json"
         command = [sys.executable, "-m", "eval.vllm_engine", *sys.argv[1:], "--row", name, "--out", str(part)]

@@ -183,7 +183,8 @@ def _(attended: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def _empty(x: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(len(x), queries), x.new_empty(len(x), keys), x.new_empty(len(x), keys)
+    m = x.shape[0]  # symbolic where vLLM compiles; len(x) would make it a constant
+    return x.new_empty(m, queries), x.new_empty(m, keys), x.new_empty(m, keys)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,21 +118,19 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     ]
 
 
-def test_vllms_rows_say_whether_layers_were_fused(tmp_path: Path) -> None:
-    row = {"name": "bf16", "batch": 1, "fused_layers": False, "decode_tokens_per_s": 200.0}
-    ours = {**row, "name": "pair:2", "decode_tokens_per_s_ratio": 2.0, "decode_tokens_per_s": 400.0}
-    rows = [
-        {"checkpoint": "demo-2"},
-        {**row, "decode_tokens_per_s_ratio": 1.0},
-        {**ours, "fused_layers": True},
-    ]
-    rows += [ours, {**row, "name": "gptq:4", "decode_tokens_per_s_ratio": 1.0}]
+def test_vllms_rows_are_compared_with_bf16_in_the_same_engine(tmp_path: Path) -> None:
+    def row(name: str, served: bool, speed: float) -> dict[str, Any]:
+        return {"name": name, "batch": 1, "served": served, "decode_tokens_per_s": speed}
+
+    rows = [{"checkpoint": "demo-2"}, row("bf16", False, 200.0), row("pair:2", False, 500.0)]
+    rows += [row("bf16", True, 250.0), row("gptq:4", True, 300.0), row("pair:2", True, 550.0)]
     write(tmp_path, "vllm-h200", {"rows": rows})
     assert TABLES["vllm"](tmp_path).splitlines()[2:] == [
-        "| bf16 | 200 (1.00) |",
-        "| pair 2-bit, fused layers | 400 (2.00) |",
-        "| pair 2-bit, `REQUANT_VLLM_FUSE=0` | 400 (2.00) |",
-        "| vLLM's int4 (GPTQ, groups of 128) | 200 (1.00) |",
+        "| bf16 | 250 (1.00) |",
+        "| vLLM's int4 (GPTQ, groups of 128) | 300 (1.20) |",
+        "| pair 2-bit | 550 (2.20) |",
+        "| bf16, no torch.compile | 200 (1.00) |",
+        "| pair 2-bit, no torch.compile | 500 (2.50) |",
     ]
 
 

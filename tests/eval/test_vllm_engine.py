@@ -11,6 +11,7 @@ import torch
 
 import requant
 from eval import vllm_engine
+from eval.end_to_end import WIDTHS
 from requant.formats.quantized_weight import join_rows
 
 
@@ -20,7 +21,7 @@ def test_a_random_checkpoint_can_be_loaded(tmp_path: Path) -> None:
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "tie_word_embeddings": False,
     }  # fmt: skip
-    vllm_engine.write_checkpoint(tmp_path, config, "mul1", 2)
+    vllm_engine.write_checkpoint(tmp_path, config, "mul1", 2.5)
     model = requant.load(tmp_path, dtype="float32")
     assert {"q_proj", "up_proj", "lm_head"} <= {
         name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "spec")
@@ -33,7 +34,23 @@ def test_a_random_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     assert join_rows(weights) is not None, (
         "they would not be one matrix on the kernels, as those of a recipe are"
     )
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
+
+
+def test_a_random_checkpoint_has_the_default_format(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    vllm_engine.write_checkpoint(tmp_path, config, "pair", 2)
+    entry = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    widths = [entry["modules"][f"model.layers.{layer}.self_attn.q_proj"]["bits"] for layer in range(3)]
+    assert widths == list(WIDTHS[2]["q_proj"])
+    for table in entry["vocabulary"].values():
+        parts = table["parts"]
+        assert sum(part["shape"][0] for part in parts) == 8192 and {part["code"] for part in parts} == {
+            "mul1"
+        }
+        assert len({part["bits"] for part in parts}) > 1
 
 
 def test_every_row_is_a_process_with_the_same_options(

@@ -203,7 +203,10 @@ def check(bits: tuple[float, ...], rows: tuple[int, ...], **options: bool) -> No
         limit = 2e-2 if len(x) > MOST_EXACT_TOKENS else 5e-3  # activations are rounded to 8 bits
         error = relative_error(got, expected)
         assert error < limit, f"{len(x)} rows are off by {error}"
-        assert torch.equal(compiled(positions, x.clone()), got), "torch.compile changes it"
+        rows = x.clone()
+        if len(rows) > 1:  # as vLLM does: an error where a number of rows would become a constant
+            torch._dynamo.mark_dynamic(rows, 0)
+        assert torch.equal(compiled(positions, rows), got), "torch.compile changes it"
     ops.dispatch, ops.dispatch_group = REFERENCE, dispatch.dispatch_group
 
 

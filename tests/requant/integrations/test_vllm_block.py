@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from requant.checkpoint.save import save_checkpoint
@@ -24,6 +25,23 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
     """Alone, and through torch.compile; a layer that differs from vLLM's forward is said to, and stays."""
     interpreted("emulate_vllm_block.py", kind)
+
+
+def test_operators_take_any_number_of_rows_in_a_compiled_model() -> None:
+    """vLLM compiles a model once; export raises where a number of rows becomes a constant."""
+
+    class Layers(nn.Module):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            operators = torch.ops.requant
+            q, _, _ = operators.vllm_enter(x, positions, "first", 8, 4)
+            q, _, _ = operators.vllm_between(q, x, positions, "first", "last", 8, 4)
+            return operators.vllm_leave(q, x, "last")
+
+    rows = {0: torch.export.Dim.DYNAMIC}
+    arguments = torch.zeros(5, 8), torch.arange(5)
+    exported = torch.export.export(Layers(), arguments, dynamic_shapes={"x": rows, "positions": rows})
+    (result,) = (node for node in exported.graph.nodes if node.target is torch.ops.requant.vllm_leave.default)
+    assert isinstance(result.meta["val"].shape[0], torch.SymInt)
 
 
 def config(**changes: Any) -> Any:
