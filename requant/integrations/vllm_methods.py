@@ -32,7 +32,7 @@ from requant.integrations.vllm_weights import (
     fused_runs,
     rank_run,
 )
-from requant.models.rotations import HEAD_SCALES, Rotation
+from requant.models.rotations import HEAD_SCALES, Rotation, scaled_hadamard
 
 ConversionFor = Callable[[torch.dtype], Conversion]  # what makes modules for activations of a dtype
 
@@ -149,7 +149,8 @@ class HeadMethod(UnquantizedEmbeddingMethod):
 
 class RotatedMethod(QuantizeMethodBase):
     """Embedding and head of a folded model (`requant.models.rotations`): rows enter the rotated stream, and the head's input
-    leaves it, scaled as the final norm would. The scales are a parameter of the embedding."""
+    leaves it, scaled as the final norm would. The scales are a parameter of the embedding, and what a layer multiplies by
+    is a buffer of its own: a compiler cannot trace how signs are drawn."""
 
     def __init__(self, plain: Any, rotation: Rotation, head_scales: list[Tensor]) -> None:
         self.plain, self.rotation, self.head_scales = plain, rotation, head_scales
@@ -173,12 +174,16 @@ class RotatedMethod(QuantizeMethodBase):
                 "not pipeline parallelism, for a model with folded rotations."
             )
         self.plain.process_weights_after_loading(layer)
+        scales = self.head_scales[0]
+        signs = self.rotation.signs(scales)
+        layer.register_buffer("signs_entering", signs, persistent=False)
+        layer.register_buffer("scales_leaving", signs * scales, persistent=False)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        return self.rotation.stream(self.plain.embedding(layer, input_))
+        return scaled_hadamard(self.plain.embedding(layer, input_), before=layer.signs_entering)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.plain.apply(layer, self.rotation.stream_back(x, self.head_scales[0]), bias)
+        return self.plain.apply(layer, scaled_hadamard(x, after=layer.scales_leaving), bias)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         return _tied(layer, embed_tokens)
