@@ -37,6 +37,8 @@ def test_vllms_llama_by_vllms_loader(make_checkpoint, random_weight, tmp_path: P
     found = re.search(r"worst (\S+) embedding (\S+)", run.stdout)
     assert found is not None and float(found[1]) < 1e-5
     assert float(found[2]) == pytest.approx(table.float().norm().item(), rel=1e-2)
+    traced = re.search(r"traced (.*)", run.stdout)
+    assert traced is not None and "linear" in traced[1], "vLLM's compiler would fail, too"
     assert "codes with dtype" not in run.stdout + run.stderr, "vLLM warns of parameters of another dtype"
 
 

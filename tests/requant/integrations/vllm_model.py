@@ -27,6 +27,7 @@ vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = lambda *_, **__
 
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 
 from requant.checkpoint.read import load_weights  # noqa: E402
@@ -86,6 +87,29 @@ def main(path: str, rank: int, ranks: int) -> None:
     own = torch.arange(indices.org_vocab_end_index - indices.org_vocab_start_index)
     table = embedding.quant_method.embedding(embedding, own)
     sys.stdout.write(f"worst {worst:.3g} embedding {table.float().norm().item():.6g}\n")
+    if ranks == 1:
+        trace(model.model, config)
+
+
+def trace(model: Any, config: VllmConfig) -> None:
+    """As vLLM compiles it: in one graph for every number of tokens. Attention needs a GPU, so the graph does not run."""
+    operators: set[str] = set()
+
+    def traced(graph: Any, _inputs: Any) -> Any:
+        operators.update(str(node.target) for node in graph.graph.nodes if "requant" in str(node.target))
+        results = graph.graph.output_node().args[0]
+        return lambda *_: tuple(torch.zeros(5, 1) for _ in results)
+
+    for module in model.modules():  # norms and RoPE in torch
+        if hasattr(module, "forward_native"):
+            module._forward_method = module.forward_native
+    compiled = torch.compile(type(model).forward, fullgraph=True, backend=traced)
+    given = torch.arange(5), torch.arange(5)
+    for tensor in given:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.no_grad(), set_current_vllm_config(config), set_forward_context(None, config):
+        compiled(model, *given, None, None)
+    sys.stdout.write(f"traced {sorted(operators)}\n")
 
 
 if __name__ == "__main__":
