@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jaxtyping import Int64
+from torch import Tensor
+
 from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, TextError
@@ -11,7 +14,8 @@ from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
-from requant.models.weight_files import folder_bytes
+from requant.models.safetensors_header import read_tensors
+from requant.models.weight_files import folder_bytes, weight_files
 from requant.text.sources import WIKITEXT, Text, read_text
 from requant.text.windows import token_windows
 
@@ -67,7 +71,10 @@ def evaluate_all(
     scored = read_text(list(text)) if text else _usual_text(any(map(_of_demo, [folders[0], original])))
     if context is None:
         context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
-    tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)
+    tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)[:windows]
+    named = dict(zip(folders, models, strict=True)) | ({} if original is None else {original: reference})
+    for folder, name in named.items():
+        _check_can_be_scored(folder, name, tokens)
     reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
     bits = [byte_table(each).bits_per_weight if is_checkpoint(each) else None for each in folders]
     sizes = [folder_bytes(each) for each in folders]
@@ -75,13 +82,24 @@ def evaluate_all(
     for name, folder, bits_per_weight, size_bytes in zip(models, folders, bits, sizes, strict=True):
         quality = perplexity_and_kl(
             open_model(folder, device=where, dtype=dtype),  # freed before the next one
-            tokens[:windows],
+            tokens,
             text=scored,
             reference=reference_model,
             progress=not quiet,
         )
         rows.append(Row(name=name, bits_per_weight=bits_per_weight, size_bytes=size_bytes, quality=quality))
     return rows
+
+
+def _check_can_be_scored(folder: str, name: str | None, tokens: Int64[Tensor, "s t"]) -> None:
+    """Raise RequantError before the first model is scored for what would end the run at this one."""
+    limit = context_limit(load_config(folder))
+    if limit is not None and tokens.shape[1] > limit:
+        raise TextError(
+            f"{name}: a context of {tokens.shape[1]} tokens is longer than the model's {limit} positions: "
+            f"set --context {limit} or less."
+        )
+    read_tensors(weight_files(folder))  # the headers: a file that is truncated
 
 
 def _usual_text(demo: bool) -> Text:

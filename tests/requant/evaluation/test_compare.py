@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import requant
 from requant.checkpoint.inspect import inspection
 from requant.display import format_table
-from requant.errors import CheckpointError, InputError, ModelError, TextError
+from requant.errors import CheckpointError, InputError, ModelError, RequantError, TextError
 from requant.evaluation.compare import evaluate_all
 from requant.inference.generate import generate_text
 from requant.inference.load import is_checkpoint, open_model
@@ -55,6 +56,30 @@ def test_the_context_is_what_the_model_has(checkpoint: str, tiny_text_file: Path
     assert row.quality.protocol.context == 128
     with pytest.raises(TextError, match="longer than the model's 128 positions"):
         evaluate_all([checkpoint], text=[str(tiny_text_file)], context=129)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("weights", "bytes where its header describes"),
+        ("positions", "longer than the model's 16 positions: set --context 16"),
+    ],
+)
+def test_no_model_is_scored_before_all_are_checked(
+    checkpoint: str, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch, broken: str, said: str
+) -> None:
+    other = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "other"))
+    if broken == "weights":
+        file = other / "model.safetensors"
+        os.truncate(file, file.stat().st_size - 1000)
+    else:
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    monkeypatch.setattr(
+        "requant.evaluation.compare.perplexity_and_kl", lambda *_, **__: pytest.fail("scored")
+    )
+    with pytest.raises(RequantError, match=said):
+        evaluate_all([checkpoint, str(other)], text=[str(tiny_text_file)], context=32, windows=1)
 
 
 def test_another_vocabulary_is_refused(checkpoint: str, tiny_text_file: Path) -> None:
