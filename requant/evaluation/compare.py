@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from jaxtyping import Int64
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
-from requant.errors import CheckpointError, TextError
+from requant.errors import CheckpointError, ModelError, TextError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import on_its_gpu, pick_device
@@ -71,10 +73,20 @@ def evaluate_all(
     scored = read_text(list(text)) if text else _usual_text(any(map(_of_demo, [folders[0], original])))
     if context is None:
         context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
-    tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)[:windows]
+    tokenizer = load_tokenizer(folders[0])
+    tokens = token_windows(scored, tokenizer, num_samples=None, seq_len=context)[:windows]
     named = dict(zip(folders, models, strict=True)) | ({} if original is None else {original: reference})
     for folder, name in named.items():
         _check_can_be_scored(folder, name, tokens)
+        if folder != folders[0] and _other_tokens(folder, tokenizer, tokens):
+            raise ModelError(
+                f"{name} has another vocabulary than {models[0]}, and all are scored on the tokens of the first: "
+                + (
+                    "score it in a run of its own."
+                    if folder in folders
+                    else "give as reference the model that the checkpoints were made from."
+                )
+            )
     reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
     bits = [byte_table(each).bits_per_weight if is_checkpoint(each) else None for each in folders]
     sizes = [folder_bytes(each) for each in folders]
@@ -100,6 +112,18 @@ def _check_can_be_scored(folder: str, name: str | None, tokens: Int64[Tensor, "s
             f"set --context {limit} or less."
         )
     read_tensors(weight_files(folder))  # the headers: a file that is truncated
+
+
+def _other_tokens(folder: str, tokenizer: PreTrainedTokenizerBase, tokens: Int64[Tensor, "s t"]) -> bool:
+    """Whether ids of the text mean something else to this model, whose perplexity would be that of other words."""
+    try:
+        own = load_tokenizer(folder)
+    except ModelError:  # only the first model needs one
+        return False
+    ids: list[int] = torch.unique(tokens).tolist()
+    if ids[-1] >= len(own):
+        return True
+    return own.convert_ids_to_tokens(ids) != tokenizer.convert_ids_to_tokens(ids)
 
 
 def _usual_text(demo: bool) -> Text:

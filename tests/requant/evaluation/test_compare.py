@@ -58,6 +58,26 @@ def test_the_context_is_what_the_model_has(checkpoint: str, tiny_text_file: Path
         evaluate_all([checkpoint], text=[str(tiny_text_file)], context=129)
 
 
+def test_ids_that_mean_other_tokens_are_refused(
+    checkpoint: str, tiny_folder, tiny_text_file: Path, tmp_path: Path
+) -> None:
+    """The vocabularies are equally large, so that nothing else would tell."""
+    source = tiny_folder("llama")
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    few = {"text": [str(tiny_text_file)], "context": 32, "windows": 2}
+    with pytest.raises(ModelError, match=r"has another vocabulary than .* in a run of its own"):
+        evaluate_all([checkpoint, str(other)], **few)
+    with pytest.raises(ModelError, match=r"has another vocabulary than .* give as reference"):
+        evaluate_all([checkpoint], reference=str(other), **few)
+    for file in other.glob("tokenizer*"):  # of the weights alone nothing is known
+        file.unlink()
+    assert len(evaluate_all([checkpoint, str(other)], **few)) == 2
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
