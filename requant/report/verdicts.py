@@ -75,7 +75,10 @@ def _surprise(run: RunSummary) -> str | None:
     better = measured * SURPRISE < predicted and run.mode == "dense" and "finetuning" not in run.seconds
     if not better and measured <= SURPRISE * predicted:
         return None
+    remedy = "give more calibration text"
+    if run.budget.predictor != "measured":
+        remedy = "set budget.predictor: measured in the recipe"
     return (
         f"The budget predicted a loss of {predicted:.3f} nats per token, but {measured:.3f} were measured: the bits of the "
-        "matrices may be far from the best; set budget.predictor: measured in the recipe, or read the measured numbers only."
+        f"matrices may be far from the best; {remedy}, or read the measured numbers only."
     )

@@ -66,3 +66,19 @@ def test_a_prediction_that_was_wrong_is_said(predicted, measured, changes, said)
     )  # fmt: skip
     found = verdicts(summary(budget=budget, delta_loss=measured, **changes))
     assert [f"a loss of {predicted:.3f} nats" in sentence for sentence in found] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("predictor", "said"),
+    [
+        ("pqi", "; set budget.predictor: measured in the recipe, or"),
+        ("measured", "; give more calibration text, or"),
+    ],
+)
+def test_the_predictor_of_the_run_is_not_its_remedy(predictor, said) -> None:
+    budget = BudgetSummary(
+        target="3bit", bytes=3, written=3, predictor=predictor, predicted=0.02, loss_curve={},
+        embedding_bits=16, head_bits=16,
+    )  # fmt: skip
+    (found,) = verdicts(summary(budget=budget, delta_loss=0.18))
+    assert said in found
