@@ -47,6 +47,11 @@ def test_a_method_that_cannot_keep_the_budget_is_not_named(given: dict) -> None:
     assert [*quicker(prepare(few.model, few), few, limit=1e9)] == ["--num-samples 16"]
 
 
+def test_the_method_of_the_run_is_no_quicker_one(given: dict) -> None:
+    trained = recipe_from_options(**given, bits=4, method="lut", num_samples=16, finetune_steps=20)
+    assert [*quicker(prepare(trained.model, trained), trained, limit=1e9)] == ["--finetune-steps 0"]
+
+
 def test_a_long_run_is_warned_of_once_and_a_gpu_is_not(
     given: dict, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
