@@ -155,7 +155,12 @@ def sparsify_recipe(
         base["quantizer"]["bits"] = bits
     if recover is not None:
         base["recovery"]["method"] = recover
-    return recipe_from_options(base, model=model, **options)
+    made = recipe_from_options(base, model=model, **options)
+    if recover not in (None, "fixed") and not made.finetune.trains:
+        raise RecipeError(
+            f"--recover {recover} changes nothing without training; leave it out, or give --finetune-steps 1 or more."
+        )
+    return made
 
 
 def _check_names(given: Mapping[str, Any], model: str | None) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS
-from requant.recipe.options import output_folder, recipe_from_options
+from requant.recipe.options import output_folder, recipe_from_options, sparsify_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe
 from requant.recipe.sizes import parse_bits, parse_size
 from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
@@ -25,6 +25,13 @@ def test_bits_alone() -> None:
 def test_neither_bits_nor_recipe() -> None:
     with pytest.raises(RecipeError, match="say how many bits: --bits 1 to 8, or --size, or name a --recipe"):
         options(model="demo")
+
+
+def test_recovery_without_training_is_refused() -> None:
+    with pytest.raises(RecipeError, match="--recover ast changes nothing without training"):
+        sparsify_recipe(recover="ast", finetune_steps=0)
+    assert sparsify_recipe(recover="ast").finetune.trains and sparsify_recipe(recover="ast", finetune_steps=1)
+    assert not sparsify_recipe(recover="fixed", finetune_steps=0).finetune.trains
 
 
 def test_every_option_reaches_the_recipe() -> None:
