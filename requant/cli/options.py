@@ -136,7 +136,7 @@ RecipeName = Annotated[
 Method = Annotated[
     str | None,
     of_recipe(
-        help="Quantization method; `requant methods` lists them.",
+        help="Quantization method; `requant methods` lists them. [trellis in mode best, else lut]",
         autocompletion=methods,
     ),
 ]
