@@ -7,6 +7,7 @@ DAMAGED_KL that is two thirds more; the limits are chosen, not derived from a me
 import math
 
 from requant.display import format_bytes
+from requant.quantizers.registry import find_method
 from requant.report.report import RunSummary
 
 DAMAGED_KL = 0.5  # nats per token
@@ -34,6 +35,8 @@ def _damage(run: RunSummary) -> str | None:
     if not is_damaged(quality.mean_kl, quality.top1_agreement):
         return None
     remedies = [_larger_budget(run)] if run.bits < 16 else []
+    if _little_text(run):
+        remedies.insert(0, "more calibration text (--num-samples)")
     if run.mode == "sparse":
         remedies.append("plain codes (`requant quantize`)")
     elif run.mode != "best" or run.method != "trellis":
@@ -44,6 +47,14 @@ def _damage(run: RunSummary) -> str | None:
         f"The model is damaged: KL is {quality.mean_kl:.2f} nats per token (perplexity times "
         f"{math.exp(quality.mean_kl):.1f} on the original's own text) and {quality.top1_agreement:.0%} of the most likely "
         f"tokens are the original's; give {' or '.join(remedies)}."
+    )
+
+
+def _little_text(run: RunSummary) -> bool:
+    """Whether codes were fitted to inputs on fewer tokens than a matrix has columns, which do not determine its Hessian."""
+    tokens = run.calibration.num_samples * run.calibration.seq_len
+    return "hessian" in find_method(run.method).needs and tokens < max(
+        (row.k for row in run.matrices), default=0
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from requant.report.report import BudgetSummary
+from requant.report.report import BudgetSummary, CalibrationText
 from requant.report.verdicts import verdicts
 
 from .summaries import quality, summary
@@ -82,3 +82,15 @@ def test_the_predictor_of_the_run_is_not_its_remedy(predictor, said) -> None:
     )  # fmt: skip
     (found,) = verdicts(summary(budget=budget, delta_loss=0.18))
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("method", "windows", "said"), [("gptq", 2, True), ("gptq", 16, False), ("rtn", 2, False)]
+)
+def test_too_little_text_is_a_cause_of_damage(method, windows, said) -> None:
+    text = CalibrationText(
+        name="demo", sha256="53" * 32, num_samples=windows, seq_len=64
+    )  # matrices have 768 columns
+    damaged = dataclasses.replace(quality(400.0, 1.98), top1_agreement=0.32)
+    (found,) = verdicts(summary(after=damaged, method=method, calibration=text))
+    assert ("give more calibration text (--num-samples) or more --code-bits" in found) is said
