@@ -45,9 +45,11 @@ PRUNING_METHODS: dict[str, PruningMethod] = {
 def find_method(name: Any) -> Method | PruningMethod:
     """The method of that name, of either kind. Raises RecipeError, with the nearest name, for another."""
     known = METHODS | PRUNING_METHODS
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str):
+        raise RecipeError(f"method is {name!r}, but takes a name: one of {', '.join(known)}.")
+    if name not in known:
         raise RecipeError(
-            f"method '{name}' is unknown{did_you_mean(str(name), known)}; there are: {', '.join(METHODS)}, and for "
+            f"method '{name}' is unknown{did_you_mean(name, known)}; there are: {', '.join(METHODS)}, and for "
             f"`requant sparsify` {', '.join(PRUNING_METHODS)}."
         )
     return known[name]

@@ -143,7 +143,7 @@ def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> N
             "method: kmean",
             rf"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: {', '.join(METHODS)}, and",
         ),
-        ("method: [rtn]", r"method '\['rtn'\]' is unknown"),
+        ("method: [rtn]", r"method is \['rtn'\], but takes a name: one of rtn, "),
         ("mode: papers", r"r.yaml: mode is 'papers' \(did you mean 'paper'\?\); it takes one of: "),
         ("sensitivity: {score: pqr}", r"score is 'pqr' \(did you mean 'pqi'\?\)"),
         ("sensitivity: {nodes: [1]}", r"nodes is '\[1\]'; it takes one of: gauss2"),
