@@ -171,10 +171,12 @@ def fused_layers(llm: Any, settings: Settings) -> bool | None:
     """Whether the plugin fused the decoder layers; None if the model is in other processes."""
     from requant.integrations.vllm_block import is_fused
 
-    return llm.apply_model(is_fused)[0] if in_process(settings.tensor_parallel, settings.served) else None
+    return (
+        llm.apply_model(is_fused)[0] if runs_in_process(settings.tensor_parallel, settings.served) else None
+    )
 
 
-def in_process(tensor_parallel: int, served: bool) -> bool:
+def runs_in_process(tensor_parallel: int, served: bool) -> bool:
     """Whether an engine computes in the process that asks it."""
     return tensor_parallel == 1 and not served
 
@@ -279,7 +281,8 @@ def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
 
     return [{
         "checkpoint": Path(folder).name, "part": part, "tokens": len(found[part]),
-        "tensor_parallel": settings.tensor_parallel, "fused_layers": fused, "engine_to_load": apart(found, served, part),
+        "tensor_parallel": settings.tensor_parallel, "served": settings.served, "fused_layers": fused,
+        "engine_to_load": apart(found, served, part),
         "engine_to_float32": apart(found, exact, part),
         "load_to_float32": apart(served, exact, part),
     } for part in found]  # fmt: skip
@@ -324,7 +327,7 @@ def main(
     for name in names:
         if time.monotonic() - started > seconds:
             break
-        found = row_of_own_process(name, in_process(tensor_parallel, served))
+        found = row_of_own_process(name, runs_in_process(tensor_parallel, served))
         rows += found
         for each in found:
             print(json.dumps(each), flush=True)
