@@ -115,19 +115,21 @@ def vllm_table(results: Path) -> str:
     lines: dict[tuple[bool, str], dict[int, float]] = {}
     for row in read(results, "vllm-h200").get("rows", []):
         if "decode_tokens_per_s" in row:
-            lines.setdefault((row["served"], row["name"]), {})[row["batch"]] = row["decode_tokens_per_s"]
+            name = VLLMS_OWN.get(row["name"]) or row["name"].replace(":", " ") + "-bit"
+            if row["fused_layers"] is False and row["name"] not in VLLMS_OWN:
+                name += ", `REQUANT_VLLM_FUSE=0`"
+            lines.setdefault((row["served"], name), {})[row["batch"]] = row["decode_tokens_per_s"]
     batches = sorted({batch for line in lines.values() for batch in line})
-
-    def name(served: bool, of: str) -> str:
-        own = VLLMS_OWN.get(of) or of.replace(":", " ") + "-bit"
-        return own if served else f"{own}, no torch.compile"
 
     def cell(served: bool, batch: int, speed: float) -> str:
         return f"{speed:,.0f} ({speed / lines[served, 'bf16'][batch]:.2f})"
 
     rows = [
-        [name(*key), *(cell(key[0], batch, line[batch]) for batch in batches)]
-        for key, line in sorted(lines.items(), key=lambda item: not item[0][0])
+        [
+            name if served else f"{name}, no torch.compile",
+            *(cell(served, batch, line[batch]) for batch in batches),
+        ]
+        for (served, name), line in sorted(lines.items(), key=lambda item: not item[0][0])
     ]
     return markdown(["8B shape in vLLM", *(f"{batch} at once" for batch in batches)], rows) if rows else ""
 

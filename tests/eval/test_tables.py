@@ -119,10 +119,12 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
 
 
 def test_vllms_rows_are_compared_with_bf16_in_the_same_engine(tmp_path: Path) -> None:
-    def row(name: str, served: bool, speed: float) -> dict[str, Any]:
-        return {"name": name, "batch": 1, "served": served, "decode_tokens_per_s": speed}
+    def row(name: str, served: bool, speed: float, fused: bool | None = None) -> dict[str, Any]:
+        speeds = {"batch": 1, "decode_tokens_per_s": speed}
+        return {"name": name, "served": served, "fused_layers": fused} | speeds
 
-    rows = [{"checkpoint": "demo-2"}, row("bf16", False, 200.0), row("pair:2", False, 500.0)]
+    rows = [{"checkpoint": "demo-2"}, row("bf16", False, 200.0, False), row("pair:2", False, 500.0, True)]
+    rows += [row("pair:2", False, 400.0, False)]
     rows += [row("bf16", True, 250.0), row("gptq:4", True, 300.0), row("pair:2", True, 550.0)]
     write(tmp_path, "vllm-h200", {"rows": rows})
     assert TABLES["vllm"](tmp_path).splitlines()[2:] == [
@@ -131,6 +133,7 @@ def test_vllms_rows_are_compared_with_bf16_in_the_same_engine(tmp_path: Path) ->
         "| pair 2-bit | 550 (2.20) |",
         "| bf16, no torch.compile | 200 (1.00) |",
         "| pair 2-bit, no torch.compile | 500 (2.50) |",
+        "| pair 2-bit, `REQUANT_VLLM_FUSE=0`, no torch.compile | 400 (2.00) |",
     ]
 
 
