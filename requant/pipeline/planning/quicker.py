@@ -53,9 +53,8 @@ def _choices(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     if recipe.calibration.num_samples > FEW_SAMPLES:
         few = dataclasses.replace(recipe.calibration, num_samples=FEW_SAMPLES)
         yield f"{untrained} --num-samples {FEW_SAMPLES}".strip(), dataclasses.replace(recipe, calibration=few)
-    if recipe.mode != "best" or recipe.method == QUICKER_METHOD:
-        return
-    if recipe.modules:  # options of a method are not those of another
+    # options of a method are not those of another
+    if recipe.mode != "best" or recipe.method == QUICKER_METHOD or recipe.modules:
         return
     other = default_recipe(recipe.model, QUICKER_METHOD, recipe.mode)
     other = dataclasses.replace(
