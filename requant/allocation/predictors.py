@@ -93,8 +93,7 @@ def outlier_factors(run: RunContext) -> dict[str, dict[float, float]]:
 def _with_statistics(run: RunContext) -> Iterator[tuple[QuantTarget, Float[Tensor, "n k"], LinearStats]]:
     """This rank's matrices in float32 with their statistics, as many collected together as memory allows."""
     method = METHODS[run.recipe.method]
-    needs = method.predictor_needs | method.needs  # the quantizer comes next: gather once
-    for chunk, statistics in gathered_in_chunks(run, run.targets, needs):
+    for chunk, statistics in gathered_in_chunks(run, run.targets, method.allocation_needs):
         with run.stage("allocation"):
             for target in ranks.owned(chunk):
                 weight = run.original[target.name].to(target.device).float()

@@ -62,6 +62,11 @@ class Method:
     plain_grid: bool = False
     detach: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def allocation_needs(self) -> frozenset[str]:
+        """The statistics that an allocation collects: its own, and those of the codes that are made next."""
+        return self.predictor_needs | self.needs
+
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod:

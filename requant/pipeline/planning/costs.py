@@ -16,7 +16,7 @@ from requant.calibration.batches import (
     tokens_at_once,
     windows_without_logits,
 )
-from requant.calibration.collect import one_pass_suffices
+from requant.calibration.collect import GRADIENT_STATISTICS, one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
 from requant.evaluation.diagnosis import DIAGNOSED_TOKENS
@@ -52,7 +52,7 @@ from requant.pipeline.planning.workload import (
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared
 from requant.pipeline.preparation.shape_bytes import hosted_bytes, parameter_bytes
-from requant.quantizers.registry import find_method
+from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.decoded_once import keeps_floats
 from requant.sensitivity.pqi import NODES
@@ -81,15 +81,11 @@ class Costs:
         # to the GPU, in a pass over the blocks
         self.brought = hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
         self.parallel = recipe.calibration.inputs == "original"  # not with earlier matrices quantized
-        self.inputs = (
-            len(self.method.needs & {"hessian"})
-            * FORWARDS[recipe.calibration.inputs]
-            * self.forward(self.windows)
-        )
-        if self.parallel and one_pass_suffices(self.method.needs):
-            self.inputs = 0.0
         # whether the codes need not wait for statistics, since the allocation's came from one pass
-        self.kept = has_budget(recipe) and len(self.passes(prepared.targets)) == 1
+        self.kept = (
+            has_budget(recipe)
+            and len(self.passes(prepared.targets, METHODS[recipe.method].allocation_needs)) == 1
+        )
         self.by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
 
     def forward(self, tokens: int, *, batch: int | None = None) -> float:
@@ -122,19 +118,40 @@ class Costs:
         return tokens / batch / count_gpus(self.prepared) * self.blocks
 
     def statistics(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> float:
-        passes, prepared = self.passes(targets, coded=coded), self.prepared
+        """What codes of these matrices need, where so many weights are `coded` already."""
+        needs = self.method.needs
+        passes = self.passes(targets, needs, coded=coded)
+        inputs = self.inputs(needs) * (len(passes) if self.parallel else 1)
+        return inputs + self._gradients(needs, passes) + self.hessians(targets, needs)
+
+    def allocation_statistics(self) -> float:
+        """What predicted losses and then the codes need, in the original model."""
+        needs, targets = METHODS[self.recipe.method].allocation_needs, self.prepared.targets
+        passes = self.passes(targets, needs)
+        inputs = self.inputs(needs, inputs="original") * len(passes)
+        return inputs + self._gradients(needs, passes) + self.hessians(targets, needs)
+
+    def inputs(self, needs: frozenset[str], *, inputs: str | None = None) -> float:
+        """The passes that inputs of matrices take beside those of gradients; `inputs` as in a recipe, None: its own."""
+        inputs = inputs or self.recipe.calibration.inputs
+        if "hessian" not in needs or (inputs == "original" and one_pass_suffices(needs)):
+            return 0.0
+        return FORWARDS[inputs] * self.forward(self.windows)
+
+    def _gradients(self, needs: frozenset[str], passes: Sequence[float]) -> float:
+        prepared = self.prepared
         count, length = prepared.windows.shape
         gradients = 0.0
-        for need in self.method.needs & {"fisher", "output_hessian"}:
+        for need in needs & GRADIENT_STATISTICS:
             again = bool(prepared.hosted) or recomputes_blocks(
                 prepared.model, (count, length), gpu=self.device == "cuda", inputs=need == "fisher"
             )
             gradients += sum(
                 self.backward(self.windows, share, of_weights=False, again=again) for share in passes
             )
-        return gradients + self.inputs * (len(passes) if self.parallel else 1) + self.hessians(targets)
+        return gradients
 
-    def hessians(self, targets: Sequence[QuantTarget]) -> float:
+    def hessians(self, targets: Sequence[QuantTarget], needs: frozenset[str]) -> float:
         """The products whose sums are the Hessians of these matrices: as much arithmetic as a pass where layers are wide."""
         share = share_of_experts(self.prepared.model, targets)
         inputs: dict[tuple[str, ...], float] = {}  # by what reads them
@@ -144,12 +161,11 @@ class Costs:
             seen = 1.0 if target.experts is None else share
             inputs[(target.name.rpartition(".")[0], *siblings(target.kind))] = seen * products(k)
             outputs += seen * products(n)
-        needs = self.method.needs
         sides = sum(inputs.values()) * ("hessian" in needs) + outputs * ("output_hessian" in needs)
         return 2 * self.windows * sides / self.product_rate
 
-    def passes(self, targets: Sequence[QuantTarget], *, coded: int = 0) -> list[float]:
-        return statistics_passes(self.prepared, self.recipe, self.device, targets, coded=coded)
+    def passes(self, targets: Sequence[QuantTarget], needs: frozenset[str], *, coded: int = 0) -> list[float]:
+        return statistics_passes(self.prepared, self.recipe, self.device, targets, needs, coded=coded)
 
     def codes(self, targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)

@@ -10,7 +10,7 @@ import torch
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
-from requant.pipeline.planning.statistics import most_statistics, statistics_memory
+from requant.pipeline.planning.statistics import most_needs, most_statistics, statistics_memory
 from requant.pipeline.planning.workload import count_gpus, of_fullest_rank, training_memory, windows_to_train
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared
@@ -50,7 +50,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     holds the statistics of its own matrices, in mode `paper` their scores, and what a batch contributes to all matrices,
     on its way to their owners.
     """
-    memory = statistics_memory(prepared, recipe, device)
+    memory = statistics_memory(prepared, recipe, device, most_needs(recipe))
     model, codes = memory.model, memory.codes
     own = 0
     if device == "cpu":

@@ -72,7 +72,7 @@ def _allocation(costs: Costs) -> Stage:
         "pqi": all_codes + costs.nodes * costs.backward(min(costs.windows, PQI_TOKENS)),
     }
     more = predictor[costs.recipe.budget.predictor]
-    seconds = costs.statistics(costs.prepared.targets) + predicted + more
+    seconds = costs.allocation_statistics() + predicted + more
     return Stage(name="allocation", kind="statistics", seconds=seconds, bars=0)
 
 
@@ -114,7 +114,7 @@ def _sparse_part(costs: Costs) -> Iterator[Stage]:
     if detach.outlier_fraction:
         adaptive = detach.outlier_rule == "adaptive"
         again = costs.codes(costs.prepared.targets)
-        again += costs.inputs if costs.recipe.calibration.inputs != "original" else 0.0
+        again += costs.inputs(costs.method.needs) if costs.recipe.calibration.inputs != "original" else 0.0
         trials = len(detach.temperatures) * (again + costs.forward(costs.windows))
         seconds = scored + trials if adaptive else 0.0
         yield Stage(name="outliers", kind="outliers", seconds=seconds, bars=0)

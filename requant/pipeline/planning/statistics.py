@@ -30,7 +30,7 @@ from requant.pipeline.preparation.shape_bytes import (
     parameter_bytes,
     work_bytes,
 )
-from requant.quantizers.registry import find_method
+from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.rounds import rounds_of
 from requant.run.statistics import in_chunks, pass_bytes, statistics_budget
@@ -53,16 +53,16 @@ class StatisticsMemory:
 
 
 def statistics_memory(
-    prepared: Prepared | Outline, recipe: Recipe, device: str, *, coded: int = 0
+    prepared: Prepared | Outline, recipe: Recipe, device: str, needs: frozenset[str], *, coded: int = 0
 ) -> StatisticsMemory:
-    """What a run has on a device of a type, where so many weights are `coded` when it divides its blocks into passes."""
+    """What a run has on a device of a type while it collects what codes or the allocation need, where so many weights are
+    `coded` when it divides its blocks into passes."""
     model, codes = parameter_bytes(prepared.model), sum(target.size for target in prepared.targets)
     if prepared.hosted:
         model, codes = outside_bytes(prepared.model, prepared.targets) + largest_block(prepared.targets), 0
         coded = 0
     if recipe.calibration.inputs == "corrected":
         model *= 2
-    needs = find_method(recipe.method).needs
     batch = pass_bytes(
         prepared.model,
         prepared.targets,
@@ -88,15 +88,16 @@ def statistics_passes(
     recipe: Recipe,
     device: str,
     targets: Sequence[QuantTarget],
+    needs: frozenset[str],
     *,
     coded: int = 0,
 ) -> list[float]:
-    """The passes that the statistics of these matrices take, where so many weights are `coded` before: of each the share of
+    """The passes that these statistics of the matrices take, where so many weights are `coded` before: of each the share of
     blocks that it goes back through."""
     if prepared.hosted:
         return [1.0]
     blocks = len(find_blocks(prepared.model)[1])
-    chunks = _chunks(prepared, recipe, device, targets, coded=coded)
+    chunks = _chunks(prepared, recipe, device, targets, needs, coded=coded)
     return [1 - chunk[0].block / blocks for chunk in chunks]
 
 
@@ -109,22 +110,31 @@ def most_statistics(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     parts = [list(prepared.targets)]
     if recipe.trains_in_rounds:
         parts = rounds_of(prepared.targets, recipe.finetune.rounds)
-    needs, codes = find_method(recipe.method).needs, 0
-
-    def held(chunk: Sequence[QuantTarget]) -> int:
-        return max(bytes_needed(chunk, needs).values())
-
-    allocation = _chunks(prepared, recipe, device, prepared.targets) if has_budget(recipe) else []
-    kept = held(allocation[0]) if len(allocation) == 1 else 0
-    collecting = list(map(held, allocation))
+    needs, codes, kept = find_method(recipe.method).needs, 0, 0
+    collecting: list[int] = []
+    if has_budget(recipe):
+        first = METHODS[recipe.method].allocation_needs
+        allocation = _chunks(prepared, recipe, device, prepared.targets, first)
+        collecting = [_held(chunk, first) for chunk in allocation]
+        kept = collecting[0] if len(allocation) == 1 else 0
     coding = list(collecting)  # what its losses are predicted in is that of codes
     for members in parts:
-        for chunk in _chunks(prepared, recipe, device, members, coded=codes):
-            collecting.append(held(chunk) + codes)
+        for chunk in _chunks(prepared, recipe, device, members, needs, coded=codes):
+            collecting.append(_held(chunk, needs) + codes)
             codes += 0 if prepared.hosted else sum(target.size for target in chunk)
-            coding.append(max(kept, held(chunk)) + codes)
+            coding.append(max(kept, _held(chunk, needs)) + codes)
         kept = 0
     return max(collecting), max(coding)
+
+
+def most_needs(recipe: Recipe) -> frozenset[str]:
+    """The statistics that a run collects at once, at most."""
+    return METHODS[recipe.method].allocation_needs if has_budget(recipe) else find_method(recipe.method).needs
+
+
+def _held(chunk: Sequence[QuantTarget], needs: frozenset[str]) -> int:
+    """Bytes of the statistics of a chunk, on the rank that has the most."""
+    return max(bytes_needed(chunk, needs).values())
 
 
 def _chunks(
@@ -132,11 +142,12 @@ def _chunks(
     recipe: Recipe,
     device: str,
     targets: Sequence[QuantTarget],
+    needs: frozenset[str],
     *,
     coded: int = 0,
 ) -> list[list[QuantTarget]]:
-    budget = float(statistics_memory(prepared, recipe, device, coded=coded).statistics)
-    return in_chunks(targets, find_method(recipe.method).needs, budget)
+    budget = float(statistics_memory(prepared, recipe, device, needs, coded=coded).statistics)
+    return in_chunks(targets, needs, budget)
 
 
 def _backward_bytes(prepared: Prepared | Outline) -> int:

@@ -15,7 +15,7 @@ from requant.pipeline.planning.statistics import most_statistics
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Finetune, Recipe
+from requant.recipe.schema import Budget, Calibration, Finetune, Recipe
 
 from ...on_text import on_text
 from ..plans import recipe_of
@@ -88,3 +88,16 @@ def test_codes_come_beside_the_statistics_of_their_pass(tiny_folder, monkeypatch
     assert most(dense, 0) == (of_one + last * own, of_one + codes)  # a block a pass
     rounds = recipe_of("trellis", mode="best", finetune=Finetune(steps=1, rounds=2))
     assert most(rounds, 10**12)[1] < statistics + codes
+
+
+def test_statistics_that_only_the_allocation_needs_count(tiny_folder, monkeypatch) -> None:
+    """Losses of `lut` are predicted from gradients, which its codes do not need."""
+    monkeypatch.setattr("requant.pipeline.planning.statistics.total_memory", lambda _device: 10**12)
+    outlined = outline(str(tiny_folder("llama")), recipe_of("lut", mode="dense"))
+    planned = {
+        bits: most_statistics(outlined, recipe_of("lut", mode="dense", budget=Budget(bits=bits)), "cuda")[0]
+        for bits in (None, 3.0)
+    }
+    needed = METHODS["lut"].needs, METHODS["lut"].allocation_needs
+    assert list(planned.values()) == [max(bytes_needed(outlined.targets, each).values()) for each in needed]
+    assert planned[3.0] > 2 * planned[None]

@@ -19,6 +19,7 @@ from requant.pipeline.planning.statistics import statistics_passes
 from requant.pipeline.planning.workload import training_memory
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare
+from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Sensitivity
 from requant.run.rounds import rounds_of
@@ -62,7 +63,7 @@ def test_hessians_take_the_products_of_every_input_and_output_once(
     floats = hidden**2 + heads**2 + seen * (hidden**2 + wide**2)
     if method == "trellis":
         floats += heads**2 + 2 * kv**2 + hidden**2 + seen * (2 * wide**2 + hidden**2)
-    found = Costs(shaped, shaped.recipe, "cuda").hessians(shaped.targets)
+    found = Costs(shaped, shaped.recipe, "cuda").hessians(shaped.targets, METHODS[method].needs)
     assert found == pytest.approx(2 * shaped.windows.numel() * config.num_hidden_layers * floats)
 
 
@@ -101,15 +102,15 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
     source = save_shape("8b", tmp_path)
     recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
     shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
-    rounds = rounds_of(shaped.targets, shaped.recipe.finetune.rounds)
+    rounds, needs = rounds_of(shaped.targets, shaped.recipe.finetune.rounds), METHODS["trellis"].needs
     stages = {}
     for memory, passes in ((79, 3), (300, 1)):
         monkeypatch.setattr(
             "requant.pipeline.planning.statistics.total_memory", lambda _device, memory=memory: memory << 30
         )
-        shares = statistics_passes(shaped, shaped.recipe, "cuda", shaped.targets)
+        shares = statistics_passes(shaped, shaped.recipe, "cuda", shaped.targets, needs)
         assert len(shares) == passes and shares[0] == 1 and shares == sorted(shares, reverse=True)
-        assert statistics_passes(shaped, shaped.recipe, "cuda", rounds[3]) == [
+        assert statistics_passes(shaped, shaped.recipe, "cuda", rounds[3], needs) == [
             0.5
         ]  # the second half of the blocks
         stages[memory] = {each.name: each.seconds for each in expected_stages(shaped, shaped.recipe, "cuda")}
@@ -118,6 +119,15 @@ def test_statistics_that_do_not_fit_take_more_passes(tmp_path: Path, monkeypatch
     # its statistics of the first round are not kept where they took several passes
     assert again > stages[300]["round 2 of 6, codes"] / 2
     assert stages[79]["round 2 of 6, codes"] == stages[300]["round 2 of 6, codes"]
+
+
+def test_the_allocation_goes_back_for_what_codes_do_not_need(tiny_folder) -> None:
+    """Losses of `lut` are predicted from gradients, those of `trellis` from what its codes need too."""
+    source = str(tiny_folder("llama"))
+    for method, more in (("lut", True), ("trellis", False)):
+        recipe = recipe_of(method, mode="dense", budget=Budget(bits=3.0))
+        costs = Costs(outline(source, recipe, device="cuda"), recipe, "cuda")
+        assert (costs.allocation_statistics() > 2 * costs.statistics(costs.prepared.targets)) == more
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
