@@ -15,44 +15,27 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel  # pyright: ignore[reportMissingImports]
-from requant_kernels.autotune import Candidate, call, candidates, times, winners
-from requant_kernels.common.device import supports_sm90
+from requant_kernels.autotune import Candidate, call, candidates, kernels_to_tune, times, winners
 from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
 from requant_kernels.launch_tables import read_table, write_table
 from requant_kernels.random_layouts import random_layout
-from requant_kernels.registry import LAUNCHES
 from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig
 from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
-from requant_kernels.trellis.codes import CODES
-from requant_kernels.trellis.gemm_int8 import suits
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE_FORMATS = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
 TRELLIS_FORMATS = [("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2)]
-FEW_TOKENS = ("gemv", *(name for name, launch in LAUNCHES.items() if launch.measured_beside_gemv))
 
 
 def layout_of(shape: Shape) -> Any:
     """A random layout; `+s` after a format: with 1 % of residuals."""
     name, _, sparse = shape.format.partition("+")
     return random_layout(name, shape.bits, shape.n, shape.k, 0.01 if sparse else 0.0)
-
-
-def kernels_of(shape: Shape, tokens: int) -> tuple[str, ...]:
-    """The kernels that compete for a shape and a number of tokens."""
-    sm90 = supports_sm90(torch.device("cuda", torch.cuda.current_device()))
-    if shape.format in CODES:
-        if tokens <= 16 or not sm90:
-            return ("trellis_gemv",) if tokens <= 16 else ()
-        return ("trellis_gemm_int8",) if suits(*shape[:4], tokens) else ("trellis_gemm_sm90",)
-    if tokens <= 16:
-        return FEW_TOKENS if sm90 else ("gemv",)
-    return ("gemm_sm90",) if sm90 else ("gemm",)
 
 
 def compiled_shape(config: LaunchConfig, shape: Shape) -> Shape:
@@ -101,6 +84,7 @@ def main() -> None:
     else:
         few = min(args.tokens) <= 16
         formats = FORMATS + TRELLIS_FORMATS + (SPARSE_FORMATS if few else [])
+    device = torch.device("cuda", torch.cuda.current_device())
     jobs: list[tuple[Shape, int, list[Candidate]]] = []
     for n, k in (map(int, text.split("x")) for text in args.shapes):
         for tokens in args.tokens:
@@ -108,8 +92,8 @@ def main() -> None:
                 shape = Shape(format, bits, n, k, m_bucket(tokens))
                 launches = [
                     Candidate(kernel, config)
-                    for kernel in kernels_of(shape, tokens)
-                    for config in candidates(kernel, shape)
+                    for kernel in kernels_to_tune(layout_of(shape), tokens)
+                    for config in candidates(kernel, shape, device)
                 ]
                 jobs.append((shape, tokens, launches))
     small = {
@@ -137,6 +121,8 @@ def main() -> None:
             best[shape] = winners(found)
             fastest = min(found, key=found.__getitem__)
             print(f"{shape} {fastest}: {found[fastest]:.2f} us", flush=True)
+        else:
+            print(f"{shape}: none of {len(launches)} launches ran", flush=True)
         write_table(args.out, table)
         if args.log:
             args.log.write_text(json.dumps(log))

@@ -1,19 +1,19 @@
-"""Launches measured on this machine, on demand: `requant bench --autotune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
+"""Launches measured on this machine, on demand: `requant bench --autotune` or REQUANT_AUTOTUNE=1.
 
 Every candidate of a kernel is timed with cold caches on copies of one layout (`common/timing.py`). The best is written under
 the GPU's name to `launch_tables.cache_file()`, which every later process reads. Tuning runs when a model is loaded,
-never inside a call, and so never during the capture of a graph.
+never inside a call, and so never during the capture of a graph. `kernels/bench/tune.py` measures shapes without a model by
+the same functions, and writes a table of its own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from requant_kernels.common.device import H200_SMS
+from requant_kernels.common.device import num_sms
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.dispatch import forget, shape_of
@@ -33,19 +33,19 @@ class Candidate(NamedTuple):
     config: LaunchConfig
 
 
-def candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
-    """The launches of a kernel that make sense for a shape."""
+def candidates(kernel: str, shape: Shape, device: torch.device) -> list[LaunchConfig]:
+    """The launches of a kernel that make sense for a shape on a device."""
     launch = LAUNCHES[kernel]
     found = [config for config in launch.candidates(shape) if launch.makes_sense(config, shape)]
-    return [capped for config in found for capped in _with_caps(config, shape)]
+    return [capped for config in found for capped in _with_caps(config, shape, num_sms(device))]
 
 
-def _with_caps(config: Any, shape: Shape) -> list[LaunchConfig]:
+def _with_caps(config: Any, shape: Shape, sms: int) -> list[LaunchConfig]:
     """The config, also capped at the launch's CTAs per SM and at twice as many, where that makes a difference."""
     if not hasattr(config, "max_ctas_per_sm"):
         return [config]
     ctas = -(-shape.n // (ROWS * config.tiles_per_cta))
-    caps = [waves * -(-ctas // H200_SMS) for waves in (1, 2)]
+    caps = [waves * -(-ctas // sms) for waves in (1, 2)]
     return [config, *(replace(config, max_ctas_per_sm=cap) for cap in caps if cap <= MAX_CTAS_PER_SM)]
 
 
@@ -125,23 +125,22 @@ def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
     return able if tokens <= 16 else able[:1]
 
 
-def tune(
-    layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int], *, file: Path | None = None
-) -> int:
-    """Measure what is in no table yet for these layouts; returns the number of shapes added to `file`."""
-    file = file or cache_file()
-    device = torch.cuda.get_device_name(layouts[0].packed_codes.device) if layouts else ""
-    table = read_table(file)
-    mine, added = table.setdefault(device, {}), 0
+def tune(layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int]) -> int:
+    """Measure what is in no table yet for these layouts; returns the number of shapes added to the cache."""
+    if not layouts:
+        return 0
+    file, device = cache_file(), layouts[0].packed_codes.device
+    name, table = torch.cuda.get_device_name(device), read_table(file)
+    mine, added = table.setdefault(name, {}), 0
     for layout in layouts:
         for m in tokens:
             shape = shape_of(layout, m)
-            if shape in mine or shape in measured(device):
+            if shape in mine or shape in measured(name):
                 continue
             launches = [
                 Candidate(kernel, config)
                 for kernel in kernels_to_tune(layout, m)
-                for config in candidates(kernel, shape)
+                for config in candidates(kernel, shape, device)
             ]
             best = winners(times(layout, m, launches))
             if best:

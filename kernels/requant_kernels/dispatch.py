@@ -65,13 +65,15 @@ _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
 
 
 def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
-    """All that `supports` and `fits` may look at: sizes, types and which tensors exist, never their values."""
+    """All that `supports` and `fits` may look at: sizes, types, which tensors exist, and whether a grid's codes are aligned
+    for copies of 16 bytes; never values. The environment is as they found it at the first call, or after `forget`."""
     sparse = layout.sparse
     residuals = None if sparse is None else (sparse.values.dtype, sparse.coo is None)
     sizes = layout.format, layout.bits, layout.n, layout.k, residuals
     if isinstance(layout, TrellisLayout):
         return *sizes, layout.input_scales is not None, layout.rotates_output
-    return *sizes, layout.kernel_group, layout.zero_points is None, layout.column_scales is None
+    aligned = layout.packed_codes.data_ptr() % 16 == 0
+    return *sizes, layout.kernel_group, layout.zero_points is None, layout.column_scales is None, aligned
 
 
 def choose(

@@ -3,8 +3,8 @@
 A table is JSON: GPU name -> rows, each with a shape (`format`, `bits`, `n`, `k`, `m_bucket`), a `kernel`, and the fields of
 that kernel's configuration (`launch_config.py`).
 
-Two files are read: `tuned/h200.json` beside this file, and the user's cache, which `requant bench --autotune` and
-`kernels/bench/tune.py` write. If both have a shape, the cache's rows win.
+Two files are read: `tuned/h200.json` beside this file, which `kernels/bench/tune.py` wrote, and the user's cache, which
+`requant bench --autotune` writes. If both have a shape, the cache's rows win.
 """
 
 import json

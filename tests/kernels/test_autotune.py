@@ -18,6 +18,8 @@ from requant_kernels.scalar.gemv_launch import GemvConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis
 
+CPU = torch.device("cpu")  # which counts as many SMs as an H200
+
 
 def test_what_the_table_holds_of_some_times() -> None:
     def gemv(warps: int) -> Candidate:
@@ -38,7 +40,7 @@ def test_caps_are_offered_where_ctas_are_few() -> None:
     """132 SMs, at most eight CTAs each that shared memory keeps apart."""
 
     def caps(kernel: str, format: str, n: int, **launch: int) -> list[int | None]:
-        offered: list[Any] = candidates(kernel, Shape(format, 2, n, 4096, 1))
+        offered: list[Any] = candidates(kernel, Shape(format, 2, n, 4096, 1), CPU)
         alike = [c for c in offered if all(getattr(c, name) == value for name, value in launch.items())]
         return sorted({c.max_ctas_per_sm for c in alike}, key=lambda cap: cap or 0)
 
@@ -50,7 +52,7 @@ def test_caps_are_offered_where_ctas_are_few() -> None:
 
 def test_kernels_are_offered_for_what_they_support() -> None:
     def offered(format: str, tokens: int) -> set[str]:
-        return {name for name in LAUNCHES if candidates(name, Shape(format, 3, 8192, 8192, tokens))} - {
+        return {name for name in LAUNCHES if candidates(name, Shape(format, 3, 8192, 8192, tokens), CPU)} - {
             "gemm", "gemm_sm90", "trellis_gemv", "trellis_gemm_sm90", "trellis_gemm_int8",
         }  # fmt: skip
 
@@ -61,7 +63,8 @@ def test_kernels_are_offered_for_what_they_support() -> None:
     assert offered("grid+s", 1) == {"gemv", "int8_mma"} and offered("grid+s", 8) == {"gemv", "sparse_mma"}
     assert offered("codebook", 1) == offered("codebook+s", 1) == offered("grid+s", 16) == {"gemv"}
     assert any(
-        getattr(c, "stage_activations", False) for c in candidates("gemv", Shape("grid+s", 3, 8192, 8192, 1))
+        getattr(c, "stage_activations", False)
+        for c in candidates("gemv", Shape("grid+s", 3, 8192, 8192, 1), CPU)
     )
 
 

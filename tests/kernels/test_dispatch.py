@@ -69,6 +69,17 @@ def grid(bits: int = 2, **given: Any) -> Layout:
     return random_layout(Case(format="grid", bits=bits, **({"n": 64, "k": 1024, "m": 1} | given)), "cpu")
 
 
+def test_codes_that_are_not_aligned_have_a_choice_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that copy 16 bytes at a time take no view that begins elsewhere, whatever was chosen before."""
+    pretend(monkeypatch, "H100")
+    layout = grid(k=4096, n=4096)
+    words = torch.empty(layout.packed_codes.numel() + 1, dtype=layout.packed_codes.dtype)
+    words[1:] = layout.packed_codes.flatten()
+    shifted = replace(layout, packed_codes=words[1:].view_as(layout.packed_codes))
+    names = [chosen(each, 1)[0] for each in (layout, shifted, layout)]
+    assert names == ["int8_mma", "gemv", "int8_mma"]
+
+
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (2048, 2048), (16, 100)])
 def test_the_rules_fill_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
