@@ -47,7 +47,7 @@ class CheckedKernels:
     """The kernels that multiply one kind of matrix here; `problem` is None where all of them are right."""
 
     matrix: str
-    kernels: tuple[str, ...]  # for 1 to 520 tokens, each once
+    kernels: tuple[str, ...]  # for the numbers of tokens in TOKENS, each once
     problem: str | None
 
 

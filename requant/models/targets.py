@@ -238,7 +238,7 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     for target in targets:
         if target.experts is not None:
             key = (target.experts, *siblings(target.kind))
-        elif last is not None and last[0].block == target.block and _siblings(last[0].kind, target.kind):
+        elif last is not None and last[0].block == target.block and _different_siblings(last[0].kind, target.kind):
             key = last[1]
         else:
             key = (target.name,)
@@ -247,8 +247,9 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     return list(groups.values())
 
 
-def _siblings(kind: str, other: str) -> bool:
-    return any({kind, other} <= set(kinds) for kinds in SIBLINGS)
+def _different_siblings(kind: str, other: str) -> bool:
+    """Whether two linears in a row read the same tensor; two of one kind belong to different modules."""
+    return kind != other and other in siblings(kind)
 
 
 def _linear_types() -> tuple[type, ...]:

@@ -5,9 +5,11 @@ allocate     bits of every matrix, of embedding and of head, within the budget (
 own text     windows that the original writes, to train on as well if the text is too short (inference/own_text.py)
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
              `sparse` (2:4, and training after it)
+tables       codes of embedding and head (allocation/embedding_and_head.py)
 finetune     train all that is not a code to match the original's outputs (finetune/final.py); not in mode `sparse`
 diagnose     predicted against measured dF (evaluation/diagnosis.py)
 evaluate     perplexity of the original and of the quantized model, and the KL between them
+samples      what both write after the same prompts
 
 The checkpoint and its report are written by `requant.save` (report/save.py).
 """

@@ -188,7 +188,9 @@ def sparsify_(
 
     The model must be on the device where it will be trained; under autocast products have autocast's dtype.
 
-        training = requant.sparse_training.sparsify_(model, "transposable")
+        from requant.sparse_training import sparsify_
+
+        training = sparsify_(model, "transposable")
         for step, batch in enumerate(batches):
             loss_of(model, batch).backward()
             training.step()
