@@ -11,12 +11,11 @@ from requant_kernels.common.packing import (
     unpack_sparse,
 )
 from requant_kernels.common.sparse import SlicedEll
-from requant_kernels.ops import dequantize, linear, linear_siblings, lookup, rotate
+from requant_kernels.ops import dequantize, linear, lookup, rotate
 from requant_kernels.trellis.layout import TrellisLayout, pack_trellis, unpack_trellis
 
 __all__ = [
     "linear",
-    "linear_siblings",
     "dequantize",
     "lookup",
     "rotate",

@@ -1,4 +1,4 @@
-"""The public operations: a linear layer, its fused siblings, and its matrix, from a packed layout on any device.
+"""The public operations: a linear layer, its matrix, and rows of it, from a packed layout on any device.
 
 Each is backed by one custom operator with a fake implementation, so that `torch.compile` sees no graph break. `dispatch.py`
 chooses the kernel.
@@ -68,19 +68,6 @@ def operator_of(layout: Layout | TrellisLayout) -> Any:
     """The custom operator of a layout: `operator(x [m, k], bias or None, *flatten(layout)) -> y [m, n]`."""
     trellis = isinstance(layout, TrellisLayout)
     return torch.ops.requant.trellis_linear.default if trellis else torch.ops.requant.linear.default
-
-
-def linear_siblings(
-    x: Float[Tensor, "*tokens k"],
-    layout: Layout,
-    sizes: tuple[int, ...],
-    bias: Float[Tensor, " n"] | None = None,
-) -> tuple[Float[Tensor, "*tokens _"], ...]:
-    """Layers that share x (q, k and v; gate and up), packed as one matrix of `sum(sizes)` rows: one launch, returns
-    views."""
-    if sum(sizes) != layout.n:
-        raise ValueError(f"siblings of {sizes} rows make {sum(sizes)}, but the packed matrix has {layout.n}")
-    return linear(x, layout, bias).split(sizes, dim=-1)
 
 
 def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | None:

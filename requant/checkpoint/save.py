@@ -111,7 +111,6 @@ def checkpoint_bytes(
     source: str | Path | None,
     modules: Mapping[str, Mapping[str, TensorSpec]],
     embedding_and_head: Mapping[str, Mapping[str, TensorSpec]] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
     embedded, dtypes = embedding_and_head or {}, _source_dtypes(source)
@@ -125,7 +124,7 @@ def checkpoint_bytes(
     ]
     plain = plain_specs(model, source=source, modules=modules, embedding_and_head=embedded)
     units += [{name: spec} for name, spec in plain.items()]
-    return planned_bytes(units, max_shard_bytes=max_shard_bytes)
+    return planned_bytes(units, max_shard_bytes=MAX_SHARD_BYTES)
 
 
 def plain_specs(

@@ -238,7 +238,11 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     for target in targets:
         if target.experts is not None:
             key = (target.experts, *siblings(target.kind))
-        elif last is not None and last[0].block == target.block and _different_siblings(last[0].kind, target.kind):
+        elif (
+            last is not None
+            and last[0].block == target.block
+            and _different_siblings(last[0].kind, target.kind)
+        ):
             key = last[1]
         else:
             key = (target.name,)

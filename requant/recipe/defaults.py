@@ -11,8 +11,8 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 
-# On every device, so that the same command makes the same kind of checkpoint. On the demo at 3 bits its KL is a third of that
-# of ReQuant as published over `lut`, and it takes longer (`recipes/README.md`).
+# On every device, so that the same command makes the same kind of checkpoint. On the demo at 3 bits its KL is a third of
+# that of ReQuant as published over `lut`, and it takes longer (`recipes/README.md`).
 MODE: Mode = "best"
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
 # Steps of a phase of mode `best` on a GPU, by the model's size: as many as take the arithmetic of 1000 steps of a model of
@@ -24,8 +24,8 @@ FEWEST_STEPS = 200
 STEPS_TIMES_PARAMETERS = 240e9
 # Times that training on a GPU sees a window, at most: where the text is too short for that, the original writes more itself.
 SEEN_AT_MOST = 12
-# Calibration windows of mode `best` on a GPU, twice those of a CPU: on bench-32m four times the tokens lowered the KL by 2 to
-# 3 %.
+# Calibration windows of mode `best` on a GPU, twice those of a CPU: on bench-32m four times the tokens lowered the KL by
+# 2 to 3 %.
 GPU_SAMPLES = 256
 # Bits per weight up to which trellis codes are `pair`: with two weights per hash a GPU decodes it in half the time. At 2
 # bits it has 2.6 % more KL than `mul1` after training (bench-32m; 0.02 bits are worth that), and a model of 8 B writes 31

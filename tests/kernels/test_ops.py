@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, dequantize, linear, linear_siblings, lookup, ops, pack_trellis
+from requant_kernels import TrellisLayout, dequantize, linear, lookup, ops, pack_trellis
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.flat_layout import flatten, unflatten
 from requant_kernels.ops import lookup_refusal
@@ -52,17 +52,6 @@ def test_tiles_at_a_time_do_not_change_the_result(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch_fallback, "WEIGHTS_AT_ONCE", 16 * 300)
     monkeypatch.setattr(torch_fallback, "RESIDUALS_AT_ONCE", 7)
     assert relative_error(linear(x, layout), whole.double()) < 1e-6
-
-
-def test_siblings_are_views_of_one_launch() -> None:
-    layout = random_layout(CASES[2], "cpu")
-    x = torch.randn(2, 3, 515)
-    whole = linear(x, layout)
-    parts = linear_siblings(x, layout, (16, 10, 7))
-    assert [part.shape[-1] for part in parts] == [16, 10, 7]
-    assert torch.equal(torch.cat(parts, -1), whole)
-    with pytest.raises(ValueError, match="make 20, but the packed matrix has 33"):
-        linear_siblings(x, layout, (10, 10))
 
 
 def test_activations_that_layers_share_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from requant_kernels.common.launch import launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
+ROWS_OF_CTA = 16
+
 
 @triton.jit(do_not_specialize=["M"])
 def splitk_reduce_kernel(
@@ -41,24 +43,25 @@ def splitk_reduce_kernel(
 
 
 def splitk_reduce(
-    partial: Tensor, inverse_perm: Tensor | None, bias: Tensor | None, y: Tensor, *, pdl: bool, rows: int = 16
+    partial: Tensor, inverse_perm: Tensor | None, bias: Tensor | None, y: Tensor, *, pdl: bool
 ) -> None:
     """Write y [m, n] = the sum of partial float32 [splits, n_rows, width] over splits, transposed, plus the bias.
 
-    `inverse_perm`: int32 [n_rows], row -> position, or None. `rows` per CTA; n_rows is a multiple of it.
+    `inverse_perm`: int32 [n_rows], row -> position, or None. n_rows is a multiple of 16.
     """
     splits, n_rows, width = partial.shape
     tokens = 64 if width % 64 == 0 else 32
     launch(
         splitk_reduce_kernel,
-        (n_rows // rows, width // tokens, 1),
+        (n_rows // ROWS_OF_CTA, width // tokens, 1),
         (partial, inverse_perm, bias, y, *y.shape, n_rows, y.stride(0)),
-        _constants(splits, width, rows, tokens, pdl),
+        _constants(splits, width, tokens, pdl),
     )
 
 
 @cache
-def _constants(splits: int, width: int, rows: int, tokens: int, pdl: bool) -> dict[str, object]:
+def _constants(splits: int, width: int, tokens: int, pdl: bool) -> dict[str, object]:
     return {
-        "SPLIT_K": splits, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **pdl_option(pdl)
+        "SPLIT_K": splits, "WIDTH": width, "ROWS": ROWS_OF_CTA, "TOKENS": tokens, "PDL": pdl, "num_warps": 4,
+        **pdl_option(pdl),
     }  # fmt: skip
