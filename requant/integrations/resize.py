@@ -5,7 +5,7 @@ have no such rows, so if one of these is coded, another size is refused; plain o
 folded model, which are hooks on the modules that are replaced, are kept.
 """
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,8 @@ from requant.models.rotations import stream_kept
 
 def guard_resizing(model: Any) -> None:
     """Put `resize_token_embeddings` in front of the method of the model's class."""
-    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)
+    # no bound method: pickled, that would become the method of the class
+    model.resize_token_embeddings = partial(resize_token_embeddings, model)
 
 
 def resize_token_embeddings(

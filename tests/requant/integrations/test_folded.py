@@ -1,6 +1,7 @@
 """Checkpoints with folded rotations: every loader and exporter gives the logits of the folded model, or refuses."""
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,15 @@ def test_a_quantized_embedding_is_rotated_too(folded) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_new_tokens_leave_the_logits_of_the_old_ones(folded, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("pickled", [False, True])
+def test_new_tokens_leave_the_logits_of_the_old_ones(
+    folded, tmp_path: Path, name: str, pickled: bool
+) -> None:
     """transformers replaces the embedding and the head, on which the rotations hook."""
     path, model = folded(name)
     found, size = load(path), model.config.vocab_size
+    if pickled:
+        found = pickle.loads(pickle.dumps(found))
     found.resize_token_embeddings(size + 8, mean_resizing=False)
     assert logits(found).shape[-1] == size + 8
     torch.testing.assert_close(logits(found)[..., :size], logits(model))
