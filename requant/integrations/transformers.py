@@ -118,6 +118,9 @@ class RequantHfQuantizer(HfQuantizer):
         return [entry for entry in weight_conversions if not fuses_experts(entry)]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
+        # late: this file is loaded in the midst of transformers
+        from requant.models.plain_saving import save_plainly
+
         # save_pretrained leaves a name in the config, from which transformers takes it
         wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -130,6 +133,7 @@ class RequantHfQuantizer(HfQuantizer):
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
             model.__dict__.pop("_tied_weights_keys")
             model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+        save_plainly(model)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from requant.models.loading import (
     load_tokenizer,
     resolve_source,
 )
+from requant.models.plain_saving import save_plainly
 from requant.models.targets import QuantTarget, keep_on_host
 from requant.pipeline.preparation.recipe_targets import recipe_targets, warn_of_no_experts
 from requant.pipeline.preparation.whole_model_only import with_whole_training
@@ -123,6 +124,7 @@ def _with_weights(found: FoundModel, *, device: str, dtype: str, moved: bool) ->
     if isinstance(model, str):
         model = load_model(str(found.source), device=device, dtype=dtype, moved=moved)
     unfuse_experts(model)
+    save_plainly(model)
     return model.requires_grad_(False).eval()
 
 

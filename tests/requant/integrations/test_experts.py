@@ -154,6 +154,7 @@ def test_round_trip_through_transformers_and_export(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert torch.equal(again(TOKENS).logits, loaded(TOKENS).logits)
 
+    floats_give(floats, tmp_path / "floats", source)
     if mixture != "gpt-oss":  # whose files hold all experts of a layer in one tensor
         weights = {
             re.sub(r"\.(codes|guard|scales|zero_points|weight)$", "", name) for name in names_of(folder)
@@ -163,19 +164,33 @@ def test_round_trip_through_transformers_and_export(
 
 
 @pytest.mark.parametrize("name", ["granite-moe", "gemma4-moe", "llama4"])
-def test_experts_that_files_hold_fused_are_exported_fused(
+def test_experts_that_files_hold_fused_are_written_fused(
     name: str, tiny_folder, tiny_text_file, tmp_path
 ) -> None:
+    """By an export, and by `save_pretrained` of the floats of a run or of a checkpoint."""
     source = tiny_folder(name)
     result = requant.quantize(str(source), RECIPE, tiny_text_file)
     requant.save(result, tmp_path / "checkpoint")
     dense_gives(tmp_path / "checkpoint", source, result.model(TOKENS).logits)
+    floats_give(result.model, tmp_path / "of a run", source)
+    floats = requant.load(tmp_path / "checkpoint", dtype=torch.float32, dequantize=True)
+    floats_give(floats, tmp_path / "of a checkpoint", source)
 
 
 def dense_gives(checkpoint, source, expected: torch.Tensor) -> None:
     """The export as floats has the source's tensors, and the logits that are expected in plain transformers."""
     folder = checkpoint.with_name("dense")
     export(checkpoint, "dense", folder, dtype="float32")
+    plain_gives(folder, source, expected)
+
+
+def floats_give(model, folder, source) -> None:
+    """The same of a model that is saved as any other."""
+    model.save_pretrained(folder)
+    plain_gives(folder, source, model(TOKENS).logits)
+
+
+def plain_gives(folder, source, expected: torch.Tensor) -> None:
     assert names_of(folder) == names_of(source)
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.testing.assert_close(dense(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(plain(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)

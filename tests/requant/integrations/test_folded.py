@@ -100,6 +100,21 @@ def test_a_dense_export_is_a_plain_model(folded, tmp_path: Path, name: str) -> N
     assert plain.config.tie_word_embeddings == source.config.tie_word_embeddings
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+def test_floats_are_saved_as_a_plain_model(folded, tmp_path: Path, name: str) -> None:
+    """An ordinary folder says nothing of rotations."""
+    path, model = folded(name)
+    floats, expected = load(path, dequantize=True), logits(model)
+    copies = {"floats": floats, "pickled": pickle.loads(pickle.dumps(floats))}
+    for kind, found in copies.items():
+        found.save_pretrained(tmp_path / kind, state_dict=found.state_dict() if kind == "floats" else None)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / kind, output_loading_info=True)
+        plain, keys = loaded
+        assert not any(keys.values())
+        torch.testing.assert_close(logits(plain.eval()), expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(logits(found), expected)
+
+
 @pytest.mark.parametrize("target", ["compressed-tensors", "gguf"])
 def test_other_exports_refuse_a_trellis(folded, tmp_path: Path, target: str) -> None:
     with pytest.raises(InputError, match="trellis"):
