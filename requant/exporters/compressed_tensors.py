@@ -44,6 +44,14 @@ LOADING_WITH_ZERO_POINTS = (
     "only with `from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))`; quantize with "
     "`requant quantize --for transformers` for grids without zero points."
 )
+LOADING_SEVERAL = (
+    "It has several widths or group sizes, so vLLM needs equal ones for q, k and v, and for gate and up. "
+)
+BY_TRANSFORMERS = {  # by whether there are zero points; its dequantize=True takes one group for the matrices of all
+    False: "transformers reads it with the package `compressed-tensors`.",
+    True: "Do not load it in transformers: with the package `compressed-tensors` up to 0.20 at least, it reads zero points "
+    "of one width and group size only; `requant quantize --for transformers` makes what it reads.",
+}
 Group = tuple[int, int | None, bool]  # bits, group size (None: one group per row), symmetric
 
 
@@ -59,21 +67,22 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
             "--dtype float16 keeps them exact."
         )
     zero_points = not all(symmetric for _, _, symmetric in groups)
-    if zero_points:
+    if zero_points and len(groups) == 1:
         notes.append(
             "zero points: vLLM reads them; transformers, with compressed-tensors up to 0.20 at least, only with "
             "quantization_config=CompressedTensorsConfig(dequantize=True)."
         )
     if source.header.embedding_and_head:
         notes.append("embedding and head are written as plain numbers: readers expect them so.")
+    loading = LOADING_WITH_ZERO_POINTS if zero_points else LOADING
     if len(groups) > 1:
+        by_transformers = "misreads these, as they have zero points" if zero_points else "reads these"
         notes.append(
             f"{len(groups)} widths or group sizes: vLLM fuses q, k, v and gate, up, which then need one width each; "
-            "transformers reads several only without zero points."
+            f"transformers {by_transformers}."
         )
-    return Written(
-        files=sorted(checksums), loading=LOADING_WITH_ZERO_POINTS if zero_points else LOADING, notes=notes
-    )
+        loading = LOADING_SEVERAL + BY_TRANSFORMERS[zero_points]
+    return Written(files=sorted(checksums), loading=loading, notes=notes)
 
 
 def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, Any]:

@@ -110,10 +110,32 @@ def test_mixed_widths_are_groups_by_name(grid_checkpoint, tmp_path: Path) -> Non
     assert (
         groups[8] == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"] and len(groups[4]) == 12
     )
-    assert "2 widths" in written.notes[0]
+    assert "2 widths" in written.notes[0] and "transformers reads these." in written.notes[0]
+    assert "transformers reads it with the package" in (tmp_path / "out" / "README.md").read_text()
     pytest.importorskip("compressed_tensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16).eval()
     assert torch.equal(theirs(TOKENS).logits, load(checkpoint, dequantize=True)(TOKENS).logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_mixed_widths_with_zero_points_are_not_said_to_be_for_transformers(
+    grid_checkpoint, tmp_path: Path
+) -> None:
+    """The call by which it reads zero points decodes all widths as the first, often without an error."""
+    checkpoint = grid_checkpoint(bits=lambda name: 8 if "down_proj" in name else 4, symmetric=False)
+    written = export(checkpoint, "compressed-tensors", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Do not load it in transformers" in card and "dequantize=True" not in card
+    assert len(written.notes) == 1 and "transformers misreads these" in written.notes[0]
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float16
+    ).eval()
+    found, expected = (model(TOKENS).logits for model in (theirs, load(checkpoint, dequantize=True)))
+    assert (found - expected).norm() > 0.05 * expected.norm()
 
 
 def test_bfloat16_is_said_to_round(grid_checkpoint, tmp_path: Path) -> None:
