@@ -128,6 +128,14 @@ def current_gpu(device: str | torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients() -> Iterator[None]:
+    """Gradients for what needs them, wherever it is called: under `torch.no_grad`, in inference mode, or in a notebook
+    that turned them off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def on_its_gpu(function: Callable[P, R]) -> Callable[P, R]:
     """The function, with the GPU that its argument `device`, `auto` by default, names by its number as the current one.
 

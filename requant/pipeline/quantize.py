@@ -35,7 +35,7 @@ from requant.finetune.final import finetune
 from requant.finetune.memory import exhaustion_explained
 from requant.inference.own_text import own_windows
 from requant.models.attention_masks import one_text_a_row
-from requant.models.devices import current_gpu, peak_memory, pick_device, used_memory
+from requant.models.devices import current_gpu, gradients, peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.planning.quicker import warn_of_a_slow_run
@@ -110,7 +110,8 @@ def quantize(
         )
     workspace = workspace or Workspace(None)
     where = pick_device(device) if isinstance(model, str) else model.device
-    with current_gpu(where), workspace.reserved(), progress.display(shown=not quiet), one_text_a_row():
+    shown = progress.display(shown=not quiet)
+    with gradients(), current_gpu(where), workspace.reserved(), shown, one_text_a_row():
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
         recipe = prepared.recipe

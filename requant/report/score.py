@@ -21,7 +21,7 @@ from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import ModelError, RecipeError, WriteError
 from requant.evaluation.diagnosis import Diagnosis, diagnose
-from requant.models.devices import current_gpu, pick_device
+from requant.models.devices import current_gpu, gradients, pick_device
 from requant.models.targets import QuantTarget
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.recipe.options import Options
@@ -93,7 +93,7 @@ def score(
     recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
     model = recipe.model if model is None else model
     where = pick_device(device) if isinstance(model, str) else model.device
-    with current_gpu(where):
+    with gradients(), current_gpu(where):
         prepared = prepare(
             model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
         )

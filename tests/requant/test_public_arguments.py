@@ -111,3 +111,16 @@ def test_other_arguments_of_another_kind() -> None:
 
 def test_a_device_of_torch_is_a_device() -> None:
     assert pick_device(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("call", [requant.quantize, requant.score], ids=lambda call: call.__name__)
+def test_gradients_that_the_caller_turned_off_are_there(
+    call: Callable[..., Any], mode: Callable[[], Any], tiny_folder, tiny_text_file: Path
+) -> None:
+    options: dict[str, Any] = {"bits": 5, "method": "lut", "num_samples": 2, "seq_len": 32, "quiet": True}
+    options |= {"mode": "dense"} if call is requant.quantize else {}
+    with mode():
+        call(str(tiny_folder("llama")), None, tiny_text_file, **options)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
