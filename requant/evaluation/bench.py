@@ -137,6 +137,8 @@ def bench(
 ) -> list[Speed]:
     """One row a model and batch size; None takes what suits the device. Raises RequantError."""
     where = pick_device(device)
+    if autotune and where == "cpu":
+        raise InputError("--autotune measures the kernels of a GPU, and this run is on cpu; leave it out.")
     usual = ON_CPU if where == "cpu" else ON_GPU
     batches = batches or usual[0]
     prompt_tokens, new_tokens = prompt_tokens or usual[1], new_tokens or usual[2]

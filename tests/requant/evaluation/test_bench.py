@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from requant.evaluation.bench import measure, model_bytes
+from requant.errors import InputError
+from requant.evaluation.bench import bench, measure, model_bytes
 
 
 def test_measure(tiny_model) -> None:
@@ -23,6 +24,11 @@ def test_a_shared_tensor_counts_once(tiny_model) -> None:
     tied = tiny_model("llama-tied")
     assert model_bytes(tied) < model_bytes(tiny_model("llama"))
     assert tied.get_output_embeddings().weight.dtype == torch.float32
+
+
+def test_tuning_without_a_gpu_is_refused_before_a_model_is_read() -> None:
+    with pytest.raises(InputError, match="--autotune measures the kernels of a GPU, and this run is on cpu"):
+        bench("no-such-folder", device="cpu", autotune=True)
 
 
 def test_bench(cli, make_checkpoint, tiny_folder) -> None:
