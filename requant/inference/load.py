@@ -116,9 +116,9 @@ def _compile_while_loading(header: CheckpointHeader, device: torch.device, dtype
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return dtype
-    value = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+    value = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
         raise InputError(f"dtype {dtype!r} is unknown; give auto, float32, float16 or bfloat16.")
     return value

@@ -106,6 +106,15 @@ def test_another_dtype_changes_activations_not_weights(make_checkpoint) -> None:
     assert model.dtype == dense.dtype == torch.bfloat16 and torch.equal(logits(model), logits(dense))
     with pytest.raises(requant.errors.InputError, match="dtype 'int4' is unknown; give auto, float32"):
         load(path, dtype="int4")
+    for dtype in (
+        torch.int8,
+        torch.float8_e4m3fn,
+        "float8_e4m3fn",
+    ):  # no damage, as transformers' own error would be
+        with pytest.raises(
+            requant.errors.InputError, match=f"dtype {dtype!r} is unknown; give auto, float32"
+        ):
+            load(path, dtype=dtype)
 
 
 def test_tied_heads_stay_tied(make_checkpoint) -> None:
