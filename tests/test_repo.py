@@ -122,6 +122,15 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
+def test_readme_names_the_folders_in_this_order() -> None:
+    rows = [
+        line
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `requant/")
+    ]
+    assert tuple(re.findall(r"`(?:requant/)?(\w+)/`", " ".join(row.split("|")[1] for row in rows))) == LAYERS
+
+
 def defined_names(path: Path) -> set[str]:
     """What a module defines itself, at any depth."""
     found: set[str] = set()

@@ -23,12 +23,9 @@ from requant.calibration.hessian import InputStatistics, input_statistics, obser
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
 from requant.calibration.passes import ROWS_AT_ONCE
-from requant.calibration.stats import LinearStats
+from requant.calibration.stats import GRADIENT_STATISTICS, INPUT_STATISTICS, LinearStats
 from requant.models.targets import QuantTarget, siblings
 
-# collected by one forward pass; the others take a backward pass each
-INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
-GRADIENT_STATISTICS = frozenset({"fisher", "output_hessian"})
 COPIES_OF_A_HESSIAN, COPIES_OF_A_MATRIX = 4, 6  # at most at once, while a trellis is made
 
 

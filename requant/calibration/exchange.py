@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.experts import share_of_experts
+from requant.calibration.stats import GRADIENT_STATISTICS, INPUT_STATISTICS
 from requant.models.mixed_precision import PRODUCTS
 from requant.models.targets import QuantTarget, siblings
 
@@ -45,7 +46,7 @@ def exchanged_bytes(
     larger than its GPU is computed. They have the model's dtype, but of a float32 one, where gradients are taken, that of
     products in training. AT_ONCE is sent, and received.
     """
-    gradients = needs & {"fisher", "output_hessian"}
+    gradients = needs & GRADIENT_STATISTICS
     dtype = next(model.parameters()).dtype
     if gradients and dtype == torch.float32:
         dtype = PRODUCTS.get(kind, dtype)
@@ -57,7 +58,7 @@ def exchanged_bytes(
         reads = (target.name.rpartition(".")[0], siblings(target.kind))
         own = tokens * (1.0 if target.experts is None else share)
         numbers = own * n if gradients else 0
-        numbers += own * k if needs & {"fisher", "hessian", "input_mean_abs"} and reads not in seen else 0
+        numbers += own * k if needs & (INPUT_STATISTICS | {"fisher"}) and reads not in seen else 0
         seen.add(reads)
         found[target.block] += round(dtype.itemsize * numbers)
     given = max(found.values(), default=0) if by_block else sum(found.values())

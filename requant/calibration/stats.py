@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+# fields that one forward pass collects; the others take a backward pass each
+INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
+GRADIENT_STATISTICS = frozenset({"fisher", "output_hessian"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearStats:

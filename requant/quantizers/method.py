@@ -5,7 +5,9 @@
 is pure: the same arguments give the same result; it edits none of them, moves nothing between devices and prints
 nothing. `weight` is float32. `detached` marks weights that go to the sparse part: the method leaves them out of its fit
 (they cost nothing, whatever code they get) and returns their residuals in `sparse`. `config` is the method's own frozen
-dataclass, with `bits` and the defaults of all its options.
+dataclass, with `bits` and the defaults of all its options. A method that reads `stats.hessian` quantizes `corrected(weight,
+stats)` (`correction.py`) in place of the weight: with `calibration.inputs: corrected` inputs are those behind matrices that
+are quantized already, and outputs should be the original's.
 """
 
 from collections.abc import Callable, Mapping, Sequence

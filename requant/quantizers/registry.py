@@ -1,9 +1,9 @@
 """All quantization methods by name, and those of 2:4 sparsity.
 
 To add one: a file here that ends in a `METHOD` (`method.py` says what it holds), a line in `METHODS`, a row in
-`tests/requant/quantizers/cases.py`, a recipe. Command line, recipes, budget, plan and documentation read the rest from it;
-what they do by name is for trellis codes, the default. A method of 2:4 sparsity is a file and a line in `PRUNING_METHODS`;
-`test_pruning.py` runs over all of them.
+`tests/requant/quantizers/cases.py`, a recipe. Command line, recipes, budget and plan read the rest from it; what they do by
+name is for trellis codes, the default. What is described by hand is in CONTRIBUTING.md. A method of 2:4 sparsity is a file
+and a line in `PRUNING_METHODS`; `test_pruning.py` runs over all of them.
 """
 
 from typing import Any

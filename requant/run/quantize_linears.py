@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import progress, ranks
-from requant.calibration.collect import INPUT_STATISTICS, collect, working_bytes
+from requant.calibration.collect import collect, working_bytes
 from requant.calibration.hidden_states import HiddenStateCache
-from requant.calibration.stats import LinearStats
+from requant.calibration.stats import INPUT_STATISTICS, LinearStats
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import QuantTarget, by_block, by_input

@@ -14,16 +14,10 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.batches import own_chunks, tokens_at_once
 from requant.calibration.block_by_block import Descent
-from requant.calibration.collect import (
-    GRADIENT_STATISTICS,
-    batch_bytes,
-    bytes_needed,
-    collect,
-    working_bytes,
-)
+from requant.calibration.collect import batch_bytes, bytes_needed, collect, working_bytes
 from requant.calibration.exchange import exchanged_bytes
 from requant.calibration.hidden_states import HiddenStateCache
-from requant.calibration.stats import LinearStats
+from requant.calibration.stats import GRADIENT_STATISTICS, LinearStats
 from requant.models.devices import free_memory
 from requant.models.hosted import hosted_blocks
 from requant.models.targets import QuantTarget, by_block

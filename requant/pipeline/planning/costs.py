@@ -16,9 +16,10 @@ from requant.calibration.batches import (
     tokens_at_once,
     windows_without_logits,
 )
-from requant.calibration.collect import GRADIENT_STATISTICS, one_pass_suffices
+from requant.calibration.collect import one_pass_suffices
 from requant.calibration.experts import share_of_experts
 from requant.calibration.gram import products
+from requant.calibration.stats import GRADIENT_STATISTICS
 from requant.evaluation.diagnosis import DIAGNOSED_TOKENS
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import weights_to_decode

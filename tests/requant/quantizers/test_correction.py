@@ -6,7 +6,7 @@ import torch
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.quantizers.correction import DAMP, corrected
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 
 
 def moments(x: torch.Tensor, z: torch.Tensor) -> LinearStats:
@@ -39,11 +39,20 @@ def test_the_same_inputs_leave_the_weight(inputs) -> None:
     assert torch.equal(corrected(weight, LinearStats(hessian=zeros, cross_hessian=zeros)), weight)
 
 
-@pytest.mark.parametrize("name", ["gptq", "lut", pytest.param("trellis", marks=pytest.mark.slow), "awq"])
-def test_corrected_outputs_are_nearer_to_the_originals(inputs, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        pytest.param(name, most, marks=[pytest.mark.slow] if name == "trellis" else [])
+        for methods, most in ((METHODS, 0.75), (PRUNING_METHODS, 1.0))
+        for name, method in methods.items()
+        if "hessian" in method.needs
+    ],
+)
+def test_corrected_outputs_are_nearer_to_the_originals(inputs, name: str, most: float) -> None:
+    """Of every method that reads Hessians of inputs, for a recipe may ask for corrected ones."""
     x, z = inputs
     weight = torch.randn(32, 48)
-    method = METHODS[name]
+    method = find_method(name)
     stats = replace(moments(x, z), output_hessian=torch.eye(32), input_mean_abs=x.abs().mean(0))
     config = method.config(bits=4)
 
@@ -51,7 +60,7 @@ def test_corrected_outputs_are_nearer_to_the_originals(inputs, name: str) -> Non
         found = method.quantize(weight, stats, config).dequantize()
         return float((x @ found.T - z @ weight.T).square().mean())
 
-    assert error(stats) < 0.75 * error(replace(stats, cross_hessian=None))
+    assert error(stats) < most * error(replace(stats, cross_hessian=None))
 
 
 def test_moments_that_overflow_are_refused(inputs) -> None:
