@@ -6,7 +6,7 @@ Reports and `requant eval` score dequantized weights. Here the same windows go t
 bits alone, as they are by default (`kernels/requant_kernels/trellis/rounding.py`), and with all matrices in int8; `max_bits`
 of a row is the most bits of matrices that are. A window is one prompt, so its length decides which kernels multiply; or it
 is read token by token, beside seven others, as steps of eight sequences are (`sequences`). For a GPU: on a CPU, and on
-one that is no Hopper, all ways are the same but for the type.
+one that is not a Hopper, all ways are the same but for the type.
 """
 
 from pathlib import Path

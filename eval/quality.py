@@ -145,7 +145,7 @@ def parse(row: str) -> tuple[str, float, int]:
     """`best:2.25:1` -> ("best", 2.25, 1)."""
     name, bits, *seed = row.split(":")
     if name not in PLANS:
-        raise typer.BadParameter(f"{name} is no plan; there are: {', '.join(PLANS)}.")
+        raise typer.BadParameter(f"{name} is not a plan; there are: {', '.join(PLANS)}.")
     return name, float(bits), int(seed[0]) if seed else 0
 
 

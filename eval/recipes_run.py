@@ -58,7 +58,7 @@ def main(
 ) -> None:
     known = list(available_recipes())
     if unknown := sorted(set(only or ()) - set(known)):
-        raise typer.BadParameter(f"{unknown[0]} is no recipe; there are: {', '.join(known)}.")
+        raise typer.BadParameter(f"{unknown[0]} is not a recipe; there are: {', '.join(known)}.")
     rows = {row["recipe"]: row for row in read(out, "recipes").get("rows", []) if row["recipe"] in known}
     for name in only or known:
         rows[name] = run(name)

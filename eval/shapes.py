@@ -67,7 +67,7 @@ def config_of(shape: str, blocks: int | None = None, share: int = 1) -> LlamaCon
     Raises typer.BadParameter for an unknown shape, more blocks than it has, or a share that does not divide them.
     """
     if shape not in SHAPES:
-        raise typer.BadParameter(f"{shape} is no shape; there are: {', '.join(SHAPES)}.")
+        raise typer.BadParameter(f"{shape} is not a shape; there are: {', '.join(SHAPES)}.")
     all_blocks = SHAPES[shape]["num_hidden_layers"]
     if blocks is not None and not 1 <= blocks <= all_blocks:
         raise typer.BadParameter(f"{shape} has {all_blocks} blocks, not {blocks}.")

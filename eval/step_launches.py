@@ -173,7 +173,7 @@ def main(
             f"and {', '.join(CODES)} with 2, 3 or 4 bits."
         )
     if unknown := set(product or ()) - set(PRODUCTS):
-        raise typer.BadParameter(f"{', '.join(unknown)} is no product; give {', '.join(PRODUCTS)}.")
+        raise typer.BadParameter(f"{', '.join(unknown)} is not a product; give {', '.join(PRODUCTS)}.")
     middle = {name: (own[1],) * 3 for name, own in end_to_end.WIDTHS[float(bits)].items()}
     with mock.patch.dict(end_to_end.WIDTHS, {float(bits): middle}):
         model = end_to_end.build(

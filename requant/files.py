@@ -57,7 +57,7 @@ def check_plain_file(path: Path) -> int:
     """
     size = path.stat().st_size
     if not path.is_file():
-        raise FileError(f"{path} is no plain file but a folder, a pipe or a device; do not use it.")
+        raise FileError(f"{path} is not a plain file but a folder, a pipe or a device; do not use it.")
     return size
 
 

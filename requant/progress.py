@@ -115,7 +115,7 @@ class Display:
     start: float = field(default_factory=time.monotonic)
     drawn: float = 0.0
     logged: float = field(default_factory=time.monotonic)
-    written: float = field(default_factory=lambda: time.monotonic())  # to stderr, where it is no terminal
+    written: float = field(default_factory=lambda: time.monotonic())  # to stderr, where it is not a terminal
     line: Any = None  # tqdm's, on a terminal
 
     def begin(self, title: str, *, runs_left: int) -> None:

@@ -52,7 +52,7 @@ def read_folder(path: Path) -> dict[str, StoredTensor]:
     for name in names:
         if not _SHARD_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{path / INDEX_FILE} names the shard {name[:60]!r}, which is no plain file name; "
+                f"{path / INDEX_FILE} names the shard {name[:60]!r}, which is not a plain file name; "
                 "do not use this folder."
             )
         if not (path / name).is_file():

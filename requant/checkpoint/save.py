@@ -70,7 +70,7 @@ def save_checkpoint(
     if clash := sorted(_RESERVED & manifest.keys()):
         raise ValueError(f"manifest has the reserved key {clash[0]!r}")
     if wrong := [name for name in extra_files or {} if Path(name).name != name]:
-        raise ValueError(f"extra file {wrong[0]!r} is no plain file name")
+        raise ValueError(f"extra file {wrong[0]!r} is not a plain file name")
     output = check_output(output)
     try:
         with new_folder(output) as partial:

@@ -78,7 +78,7 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
     """Read and check everything but the values; costs milliseconds whatever the size of the weights."""
     path = path_of(path, "a checkpoint")
     if not os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
-        raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
+        raise CheckpointError(f"{path} is not a folder; give the folder that `requant quantize` wrote.")
     if not any(os.path.lexists(path / name) for name in ("config.json", WEIGHTS_FILE, INDEX_FILE)):
         raise CheckpointError(
             f"{path} holds no checkpoint{but_in_it(path)}; give the folder that `requant quantize` wrote."
@@ -202,12 +202,12 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
     for name, spec in found.items():
         if name in modules or spec.sparse is not None or not _holds_rows(spec.dense):
             raise CheckpointError(
-                f"config.json: {name} in vocabulary is no plain grid, and no trellis of unmixed rows, of its own; download "
-                "the checkpoint again."
+                f"config.json: {name} in vocabulary is not a plain grid, and no trellis of unmixed rows, of its own; "
+                "download the checkpoint again."
             )
         if not isinstance(spec.dense, GridSpec) and entry["format_version"] < TRELLIS_TABLE_VERSION:
             raise CheckpointError(
-                f"config.json: {name} in vocabulary is no grid, which needs format version {TRELLIS_TABLE_VERSION}, but "
+                f"config.json: {name} in vocabulary is not a grid, which needs format version {TRELLIS_TABLE_VERSION}, but "
                 f"version {entry['format_version']} is given; download the checkpoint again."
             )
     return found

@@ -79,7 +79,9 @@ def _arguments_of(command: str, output: Path) -> list[str]:
         made_by = _finished_by(output)
         if made_by != command:
             other = "" if made_by is None else f" but a finished one of `requant {made_by}`"
-            raise OutputError(f"{output} is no output of `requant {command}`{other}; name the one to resume.")
+            raise OutputError(
+                f"{output} is not the output of `requant {command}`{other}; name the one to resume."
+            )
         remove_leftover(output)
         print(f"{output} is finished; nothing is left to do.")
         raise SystemExit(0)

@@ -78,7 +78,7 @@ class TaskScore:
     """One metric of one task for one model.
 
     `difference`: to the first model, with its error paired by document; None for that model itself, and for metrics that
-    are no mean over documents.
+    are not means over documents.
     """
 
     model: str

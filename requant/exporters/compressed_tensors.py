@@ -137,7 +137,7 @@ def _groups(source: Source) -> dict[Group, list[str]]:
     for name, spec in modules.items():
         what = inexpressible(spec)
         if what is None and not isinstance(source.layers[name], nn.Linear):
-            what = f"is no linear layer but a {type(source.layers[name]).__name__}"
+            what = f"is not a linear layer but a {type(source.layers[name]).__name__}"
         if what is not None:
             raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
     grids = {name: grid_spec_of(spec) for name, spec in modules.items()}

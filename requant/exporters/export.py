@@ -71,7 +71,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
 
     Raises:
         InputError: an unknown target, or a checkpoint that the target cannot express.
-        CheckpointError: a folder that is damaged or is no requant checkpoint.
+        CheckpointError: a folder that is damaged or is not a requant checkpoint.
         OutputError: an output that exists or cannot be written; WriteError where that ends in the middle.
         NumericalError: a weight beyond float16.
     """

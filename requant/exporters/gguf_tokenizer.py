@@ -85,7 +85,7 @@ def pre_tokenizer(description: dict[str, Any]) -> str:
 
 
 def starts_with_space(description: dict[str, Any]) -> bool:
-    """Whether a BPE with byte fallback puts a space before a text; refuses one that is no SentencePiece model."""
+    """Whether a BPE with byte fallback puts a space before a text; refuses one that is not a SentencePiece model."""
     model, normalizer = description["model"], description.get("normalizer") or {}
     before = description.get("pre_tokenizer") or {}
     vocabulary = model.get("vocab", {})
@@ -105,7 +105,7 @@ def starts_with_space(description: dict[str, Any]) -> bool:
         if not kinds and before.get("type") == "Metaspace" and before.get("replacement") == SPACE:
             return before.get("prepend_scheme", "always") != "never"
     raise InputError(
-        f"tokenizer.json is a BPE with byte fallback that is no SentencePiece model (normalizer {kinds or None}, "
+        f"tokenizer.json is a BPE with byte fallback that is not a SentencePiece model (normalizer {kinds or None}, "
         f"pre-tokenizer {before.get('type')}); export --to dense and convert that folder with llama.cpp's "
         "convert_hf_to_gguf.py."
     )

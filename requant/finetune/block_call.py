@@ -65,7 +65,7 @@ class BlockCall:
 @dataclass(frozen=True)
 class BlockResult:
     """What a block returned. `carried` are hidden states and the other tensors with a row for every window; `rest` are the
-    members of the tuple that are no such tensors, by their places, None if it was no tuple."""
+    members of the tuple that are not such tensors, by their places, None if it was not a tuple."""
 
     carried: Sequence[Tensor]
     rest: Mapping[int, Any] | None

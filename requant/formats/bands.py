@@ -175,14 +175,14 @@ class BandsSpec:
         given = entry.get("parts")
         if not isinstance(given, list) or not 2 <= len(given) <= MOST_BANDS:
             raise CheckpointError(
-                f"config.json: parts of {name} are no list of 2 to {MOST_BANDS} bands; download the checkpoint again."
+                f"config.json: parts of {name} are not a list of 2 to {MOST_BANDS} bands; download the checkpoint again."
             )
         parts: list[ContainerSpec] = []
         for index, own in enumerate(given):
             where = f"band {index} of {name}"
             if not isinstance(own, dict):
                 raise CheckpointError(
-                    f"config.json: {where} is no JSON object; download the checkpoint again."
+                    f"config.json: {where} is not a JSON object; download the checkpoint again."
                 )
             part = PARTS[choice(where, own, "format", tuple(PARTS))].from_json(where, own)
             known = {"format", "bits", "shape"} | part.to_json().keys()

@@ -72,7 +72,9 @@ class PackedSpec:
     def from_json(cls, name: str, entry: Any) -> "PackedSpec":
         """Parse and check an entry; raises CheckpointError with the name of the matrix and the key."""
         if not isinstance(entry, dict):
-            raise CheckpointError(f"config.json: the entry of {name} is no JSON object; download it again.")
+            raise CheckpointError(
+                f"config.json: the entry of {name} is not a JSON object; download it again."
+            )
         dense = FORMATS[choice(name, entry, "format", tuple(FORMATS))].from_json(name, entry)
         n, k = dense.shape
         num_entries = whole_number(name, entry, "sparse", 0, n * k)

@@ -304,6 +304,6 @@ def _moved(container: Any, device: torch.device | str) -> Any:
 def _check_slice(start: int, stop: int, size: int, side: str) -> None:
     if not 0 <= start < stop <= size:
         raise InputError(
-            f"{side} {start} to {stop} are no part of a matrix of {size} {side}; give a start below the stop, "
+            f"{side} {start} to {stop} are not part of a matrix of {size} {side}; give a start below the stop, "
             f"both within 0 to {size}."
         )

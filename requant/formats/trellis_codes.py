@@ -126,7 +126,7 @@ def step_bits(bits: int | float, weights_per_step: int = 1) -> tuple[int, ...]:
     Raises ValueError where PERIOD steps do not make a whole number of bits.
     """
     if bits * PERIOD % 1:
-        raise ValueError(f"{bits} bits per weight are no multiple of 1/{PERIOD}")
+        raise ValueError(f"{bits} bits per weight are not a multiple of 1/{PERIOD}")
     total = bits * weights_per_step * PERIOD
     return tuple((i + 1) * int(total) // PERIOD - i * int(total) // PERIOD for i in range(PERIOD))
 

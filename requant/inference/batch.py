@@ -99,7 +99,7 @@ class SequenceBatch:
 def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSequence | SequenceBatch:
     """Room for `capacity` sequences of `length` tokens; None: 8 on a CPU, elsewhere 1, whose step is a captured graph.
 
-    A model whose cache is no plain list of keys and values (sliding windows, states, none), or that fails with a batch of
+    A model whose cache is not a plain list of keys and values (sliding windows, states, none), or that fails with a batch of
     two short sequences, has room for one.
     """
     on_cpu = torch.device(model.device).type == "cpu"

@@ -38,7 +38,7 @@ def generate_text(
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise TextError("--prompt is no UTF-8; give text in that encoding.") from error
+        raise TextError("--prompt is not UTF-8; give text in that encoding.") from error
     folder, where = resolve_source(checkpoint), pick_device(device)
     tokenizer = load_tokenizer(folder)
     if chat:

@@ -59,7 +59,7 @@ class SharedLengthCache(StaticCache):
 
 
 def static_cache(model: PreTrainedModel, length: int) -> SharedLengthCache | None:
-    """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows).
+    """A cache whose step can be captured, or None where a layer is not a plain static one (sliding windows).
 
     None too for a model that takes no cache, for one on several devices (its layers cannot share one length, nor a graph),
     and for a mixture of experts that are served one by one, where the host asks which of them a token goes to.

@@ -128,8 +128,8 @@ class Readers:
 
 
 def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisBlock | None:
-    """A qualified block (`fused_step.qualifies`) for steps of so many sequences; None where a matrix is no trellis that is
-    rotated on both sides, or of a size that the kernels do not take."""
+    """A qualified block (`fused_step.qualifies`) for steps of so many sequences; None where a matrix is not a trellis
+    that is rotated on both sides, or of a size that the kernels do not take."""
     layers = [
         [getattr(block.get_submodule(parent), name, None) for name in names] for parent, names in MATRICES
     ]

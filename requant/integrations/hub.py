@@ -23,7 +23,7 @@ def check_hub(repo: str, *, ask: bool = True) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise InputError(
-            f"--push-to-hub {repo} is no name of a repository ({first_line(error)}); give OWNER/NAME."
+            f"--push-to-hub {repo} is not the name of a repository ({first_line(error)}); give OWNER/NAME."
         ) from error
     if repo.count("/") != 1:
         raise InputError(f"--push-to-hub {repo} has no owner; give OWNER/NAME.")

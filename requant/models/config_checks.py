@@ -49,10 +49,10 @@ def check_end_tokens(folder: Path) -> None:
 
 
 def check_quantization_config(path: str) -> None:
-    """Raise ModelError for a quantization_config that is no mapping, at which transformers stumbles."""
+    """Raise ModelError for a quantization_config that is not a mapping, at which transformers stumbles."""
     with suppress(OSError, ValueError, RecursionError):
         config = json.loads(read_small_file(Path(path) / "config.json"))
         if isinstance(config, dict) and not isinstance(config.get("quantization_config", {}), dict):
             raise ModelError(
-                f"{path} cannot be loaded (quantization_config in config.json is no mapping); download the model again."
+                f"{path} cannot be loaded (quantization_config in config.json is not a mapping); download the model again."
             )

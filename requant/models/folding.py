@@ -50,16 +50,16 @@ def obstacle(model: PreTrainedModel) -> str | None:
             return f"{path}.{index} has no {missing[0]}"
         for name in dict.fromkeys(READERS.values()):
             if not is_rms_norm(block.get_submodule(name)):
-                return f"{path}.{index}.{name} is no RMSNorm with a weight"
+                return f"{path}.{index}.{name} is not an RMSNorm with a weight"
     if not is_rms_norm(norm):
-        return "its final norm is no RMSNorm with a weight"
+        return "its final norm is not an RMSNorm with a weight"
     hidden_size, head_dim = norm.weight.shape[0], head_dim_of(model)
     widths = [
         hidden_size,
         *(block.get_submodule(WRITERS[0]).get_parameter("weight").shape[1] for block in blocks),
     ]
     if any(width % TILE for width in widths) or widths[-1] % head_dim:
-        return f"its hidden size {hidden_size} or its heads are no multiples of {TILE}"
+        return f"its hidden size {hidden_size} or its heads are not multiples of {TILE}"
     return None
 
 

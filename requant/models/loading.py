@@ -226,7 +226,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         try:
             return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception:
-            load_config(path)  # which it reads as well: a damaged one is no fault of the tokenizer's files
+            load_config(
+                path
+            )  # which it reads as well: a damaged one is not the fault of the tokenizer's files
             raise
 
 
@@ -250,7 +252,7 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
 
 
 def _check_headers(path: str) -> None:
-    """Raise ModelError for the weight file that is no whole safetensors file; safetensors does not say which."""
+    """Raise ModelError for the weight file that is not a whole safetensors file; safetensors does not say which."""
     try:
         read_tensors(weight_files(path))
     except CheckpointError as error:
@@ -282,10 +284,10 @@ def resolve_source(source: str) -> str:
     if source in ALIASES:
         return _download(ALIASES[source])
     if os.path.lexists(path):  # or `folder/model.safetensors` would be asked of the hub
-        raise ModelError(f"{source} is no folder but a file; give the folder of a Hugging Face causal LM.")
+        raise ModelError(f"{source} is not a folder but a file; give the folder of a Hugging Face causal LM.")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(
-            f"{source} is no folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."
+            f"{source} is not a folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."
         )
     if "/" not in source:
         raise ModelError(

@@ -72,7 +72,7 @@ def check_stored(path: str, entry: Any) -> None:
     """Raise ModelError for a folder, whose config.json has `entry` as its `quantization_config`, that is not read here."""
     if not isinstance(entry, dict):
         raise ModelError(
-            f"{path} cannot be loaded (quantization_config in config.json is no mapping); download the model again."
+            f"{path} cannot be loaded (quantization_config in config.json is not a mapping); download the model again."
         )
     method = entry.get("quant_method")
     if not _is_taken(entry):
@@ -307,7 +307,7 @@ class _View:
         of_blocks = len(stored.shape) == 4 and stored.shape[3] == MX_BLOCK // 2
         if not of_blocks or {stored.dtype, given.dtype} != {torch.uint8} or given.shape != stored.shape[:3]:
             self._refuse(
-                f"{name[:80]} {list(stored.shape)} with scales {list(given.shape)} are no blocks of {MX_BLOCK} numbers "
+                f"{name[:80]} {list(stored.shape)} with scales {list(given.shape)} are not blocks of {MX_BLOCK} numbers "
                 "of 4 bits, and bytes"
             )
         experts, n, groups, _ = stored.shape

@@ -26,7 +26,7 @@ from requant.errors import ModelError
 from requant.models.experts import Experts, routers
 from requant.models.hosted import HostedBlocks, HostedMatrix
 
-MAX_UNSEEN = 0.1  # of a block's weights, in matrices that are no linear layers: a model with more is refused
+MAX_UNSEEN = 0.1  # of a block's weights, in matrices that are not linear layers: a model with more is refused
 MANY = 0.25  # as many linears as another list has, at least, for a list of blocks
 # Linears of one module that read the same input, so that one kernel launch can compute them together.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -149,7 +149,7 @@ def columns_of(config: Config, k: int) -> int:
 
 
 def packed_spec(config: Config, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
-    """A 2:4 matrix; training changes none of its sizes. Raises InputError where the columns are no multiple of four."""
+    """A 2:4 matrix; training changes none of its sizes. Raises InputError where the columns are not a multiple of four."""
     groups_of_four(torch.empty(0, shape[1]))
     return PackedSpec(
         dense=SemiStructuredSpec(

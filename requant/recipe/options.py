@@ -316,7 +316,7 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         pairs = [pair.partition("=") for pair in settings.split(",")]
         if not pattern or not all(key.strip() and value.strip() for key, _, value in pairs):
             raise RecipeError(
-                f"--module {text} is no pattern with settings; give one like '*.down_proj:bits=4,group_size=64'."
+                f"--module {text} is not a pattern with settings; give one like '*.down_proj:bits=4,group_size=64'."
             )
         try:
             values = {key.strip(): parse_yaml(value) for key, _, value in pairs}

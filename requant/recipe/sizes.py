@@ -23,7 +23,7 @@ def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
             raise TypeError
         value = float(bits)
     except (TypeError, ValueError):
-        raise RecipeError(f"{option} {bits} is no number; give 1 to 8, like 3 or 2.25.") from None
+        raise RecipeError(f"{option} {bits} is not a number; give 1 to 8, like 3 or 2.25.") from None
     if not 1 <= value <= 8:  # so neither is NaN
         raise RecipeError(f"{option} {bits} is out of range; give 1 to 8, like 3 or 2.25.")
     return value
@@ -53,7 +53,7 @@ def parse_size(size: int | str, option: str = "--size") -> int:
     value = float(found[1]) * unit if found and unit else math.inf  # as are hundreds of digits
     if value == math.inf:
         raise RecipeError(
-            f"{option} {size} is no size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
+            f"{option} {size} is not a size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
         )
     if round(value) < 1:
         raise RecipeError(f"{option} {size} is nothing; give the bytes that may be taken, like 600MB.")

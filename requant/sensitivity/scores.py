@@ -40,5 +40,5 @@ def score_weights(
 
 
 def unknown_score(name: str) -> RecipeError:
-    """The error for a name that is no score, with those there are."""
+    """The error for a name that is not a score, with those there are."""
     return RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")

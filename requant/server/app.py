@@ -35,7 +35,7 @@ class KeyGuard:
 
     def __init__(self, app: Any, api_key: str) -> None:
         self.app = app
-        # a file of secrets ends in a line break, which is no part of the key
+        # a file of secrets ends in a line break, which is not part of the key
         self.expected = f"bearer {api_key.strip()}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -214,7 +214,7 @@ async def _body(http: HttpRequest, limits: Limits) -> Mapping[str, Any]:
     try:
         value = json.loads(received)
     except (ValueError, RecursionError) as error:
-        raise ApiError("the request is no valid JSON.") from error
+        raise ApiError("the request is not valid JSON.") from error
     if not isinstance(value, dict):
         raise ApiError("the request must be a JSON object.")
     return value

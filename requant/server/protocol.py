@@ -227,7 +227,7 @@ def _request(
             raise ApiError(f"{name} is not supported by this server; leave it out.", param=name)
     if unknown := sorted(body.keys() - UNSUPPORTED.keys() - HONOURED - IGNORED):
         raise ApiError(
-            f"{_short(unknown[0])} is no field that this server knows; leave it out.",
+            f"{_short(unknown[0])} is not a field that this server knows; leave it out.",
             param=unknown[0][:80].encode(errors="replace").decode(),  # a name may hold half a surrogate pair
         )
     model = body.get("model")
@@ -299,7 +299,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
             for p in content
         ):
             raise ApiError(
-                f"{where}.content has a part that is no text; this model reads text only.", param=where
+                f"{where}.content has a part that is not text; this model reads text only.", param=where
             )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):

@@ -207,7 +207,7 @@ def sparsify_(
         fp8: round the operands of all products to 8 bits.
         seed: of the draws of `mvue`.
 
-    Raises RecipeError for an unknown method, InputError where no layer matches or one is no multiple of four.
+    Raises RecipeError for an unknown method, InputError where no layer matches or one is not a multiple of four.
     """
     if method not in METHODS:
         raise RecipeError(

@@ -49,7 +49,7 @@ TRANSPOSABLE: Bool[Tensor, "90 4 4"] = PATTERNS[torch.tensor(PAIRS_OF_ROWS, devi
 
 
 def groups_of_four(values: Shaped[Tensor, "... k"]) -> Shaped[Tensor, "... q 4"]:
-    """A view with the groups apart. Raises InputError where k is no multiple of four."""
+    """A view with the groups apart. Raises InputError where k is not a multiple of four."""
     k = values.shape[-1]
     if k % GROUP:
         raise InputError(
@@ -77,7 +77,7 @@ def _keep2(scores: Float[Tensor, "... k"]) -> Bool[Tensor, "... k"]:
 def keep2_transposable(scores: Float[Tensor, "n k"]) -> Bool[Tensor, "n k"]:
     """The mask with two ones in every group of four of every row and of every column, of the largest sum of scores.
 
-    Raises InputError where n or k is no multiple of four.
+    Raises InputError where n or k is not a multiple of four.
     """
     groups_of_four(scores.T)
     groups_of_four(scores)

@@ -32,7 +32,7 @@ class ChatTemplate:
         """Raises TextError for a tokenizer without a template."""
         if not getattr(tokenizer, "chat_template", None):
             raise TextError(
-                "this model has no chat template, so it is no chat model; give it a plain prompt."
+                "this model has no chat template, so it is not a chat model; give it a plain prompt."
             )
         try:
             self.template = str(tokenizer.get_chat_template())
@@ -59,7 +59,7 @@ class ChatTemplate:
                 raise TextError(
                     "the model's chat template takes too much memory or writes too much; do not use this model for chat."
                 ) from error
-            # Ctrl-C too: what this child still answers is no answer to the next messages
+            # Ctrl-C too: what this child still answers does not answer the next messages
             except BaseException:
                 self._kill()
                 raise
@@ -75,7 +75,7 @@ class ChatTemplate:
     def _started(self) -> "tuple[subprocess.Popen[bytes], Connection]":
         ours, theirs = Pipe()
         arguments = [theirs.fileno(), self.max_characters, MEMORY]
-        # -P: the folder of the program is no place to import modules from
+        # -P: the folder of the program is not a place to import modules from
         process = subprocess.Popen(
             [sys.executable, "-P", str(PROGRAM), *map(str, arguments)],
             pass_fds=[theirs.fileno()],

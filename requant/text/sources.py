@@ -186,7 +186,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
             )
         values = parquet.read_table(path, columns=[field]).column(field)
     except (arrow.ArrowException, OSError) as error:
-        raise TextError(f"{path} is no readable parquet file: write it again, or give .jsonl.") from error
+        raise TextError(f"{path} is not a readable parquet file: write it again, or give .jsonl.") from error
     for number, value in enumerate(values.to_pylist()):
         yield _text_field({field: value}, field, f"{path} row {number}")
 

@@ -79,7 +79,7 @@ def test_a_head_gets_the_chosen_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"format": "mul1"}, "mul1 must be"),
         ({"format": "grid:2"}, "grid:2 must be"),
         ({"shape": "8b"}, "8b and mul1:3"),
-        ({"product": ["q"]}, "q is no product; give qkv"),
+        ({"product": ["q"]}, "q is not a product; give qkv"),
     ],
 )
 def test_other_values_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:

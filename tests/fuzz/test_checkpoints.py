@@ -107,7 +107,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def outcome(way: Callable[[Path], str], folder: Path) -> str:
-    """What a way in answers; whatever is no RequantError is a failure, and passes through."""
+    """What a way in answers; whatever is not a RequantError is a failure, and passes through."""
     try:
         return way(folder)
     except RequantError as error:

@@ -66,7 +66,7 @@ class Compiled:
 
 
 def alike(given: Any, first: Any) -> bool:
-    """The same type, and the same value of what is no tensor."""
+    """The same type, and the same value of what is not a tensor."""
     if isinstance(given, tuple) and isinstance(first, tuple) and len(given) == len(first):
         return all(alike(*pair) for pair in zip(given, first, strict=True))
     if isinstance(given, torch.Tensor) or type(given).__name__ == "TensorDescriptor":

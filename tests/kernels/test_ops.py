@@ -126,7 +126,7 @@ def test_operator_contract_and_tracing() -> None:
     assert relative_error(linear(x, trellis), reference.linear(x, trellis)) < 1e-5
     assert relative_error(dequantize(trellis, torch.float32), reference.weight(trellis)) < 1e-6
     assert flatten(unflatten(*flatten(trellis))) == flatten(trellis)
-    plain = inspect.unwrap(linear)  # the type checks of the tests are no part of a server's graph
+    plain = inspect.unwrap(linear)  # the type checks of the tests are not part of a server's graph
     traced = torch.compile(lambda t: plain(t, layout) + 1, fullgraph=True, backend="eager")
     assert torch.equal(traced(x), linear(x, layout) + 1)
     assert linear(x[:0], layout).shape == (0, 37)

@@ -168,7 +168,7 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
     for launch in launches:
         tokens, warps, tiles, _ = launch
         machine = multiply_machine(code, bits, launch=launch, whole=whole)
-        # six registers more of `pair` at 4 bits on rows that are no whole tiles, which no default asks for
+        # six registers more of `pair` at 4 bits on rows that are not whole tiles, which no default asks for
         assert machine.stack <= (24 if (code, bits, whole) == ("pair", 4, False) else 16)
         if bits <= 4 and tokens <= 64:
             assert machine.registers * 32 * warps * 2 <= 65536  # two CTAs an SM

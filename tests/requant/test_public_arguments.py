@@ -54,7 +54,7 @@ def test_a_model_may_be_a_path(tmp_path: Path) -> None:
         lambda: requant.score(tmp_path / "nothing", bits=3),
         lambda: requant.sweep(tmp_path / "nothing", [2, 3], output=tmp_path / "sweep"),
     ):
-        with pytest.raises(ModelError, match="nothing is no folder"):
+        with pytest.raises(ModelError, match="nothing is not a folder"):
             call()
 
 
@@ -76,12 +76,12 @@ def test_a_dtype_of_torch_is_a_dtype_and_the_result_is_said_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"bits": []}, r"--bits \[\] is no number"),
+        ({"bits": []}, r"--bits \[\] is not a number"),
         ({"bits": 3, "modules": 3}, "modules must be a list of texts"),
         ({"bits": 3, "modules": "*.down_proj:bits=4"}, "modules must be a list of texts"),
         ({"bits": 3, "target": []}, r"--for \[\] is unknown"),
         ({"bits": 3, "device": None}, "--device None is unknown"),
-        ({"bits": True}, "--bits True is no number"),
+        ({"bits": True}, "--bits True is not a number"),
         (
             {"bits": 3, "workspace": "folder"},
             "workspace must be a Workspace of .*, not str; give one of a folder",

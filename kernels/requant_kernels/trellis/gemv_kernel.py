@@ -323,7 +323,7 @@ def gemv_constants(
             f"{HADAMARD_TILE}: use fewer warps or fewer units per step, in powers of two"
         )
     if results & (results - 1) and results > config.num_warps:
-        raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
+        raise ValueError(f"{config}: {results} sums a lane are not a power of two, and more than the warps")
     whole_steps = units % step_units == 0
     unit_offsets = [config.num_warps * u for u in range(config.units_per_step)]
     shape = GemvShape(

@@ -36,7 +36,7 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
         )
         what = OBSTACLES[export](spec)
         if what is None and not isinstance(target.module, nn.Linear):
-            what = f"is no linear layer but a {type(target.module).__name__}"
+            what = f"is not a linear layer but a {type(target.module).__name__}"
         if what is None and target.experts is not None:  # which no group size changes
             raise InputError(
                 f"--for {program}: {target.name} is a matrix of an expert, whose exported form has not been tested with "

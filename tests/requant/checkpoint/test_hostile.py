@@ -86,7 +86,7 @@ def test_unreadable_config(checkpoint: Path, text: str) -> None:
 
 
 def test_missing_folder_and_config(tmp_path: Path) -> None:
-    refuse(tmp_path / "nowhere", "is no folder")
+    refuse(tmp_path / "nowhere", "is not a folder")
     refuse(tmp_path, "holds no checkpoint; give the folder that")
     (tmp_path / "model.safetensors").write_bytes(b"")
     refuse(tmp_path, "config.json is missing")
@@ -166,7 +166,7 @@ def test_shard_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> Non
     table = json.loads(index.read_text())
     table["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(table))
-    refuse(checkpoint, "which is no plain file name")
+    refuse(checkpoint, "which is not a plain file name")
 
 
 def test_missing_shard_and_wrong_index(checkpoint: Path) -> None:
@@ -233,7 +233,7 @@ def test_pipes_devices_and_sparse_files(checkpoint: Path, name: str, kind: str) 
     else:
         file.touch()
         os.truncate(file, 8 << 30)
-    says = "no plain file" if kind != "sparse" else "at most|unreadable safetensors header"
+    says = "not a plain file" if kind != "sparse" else "at most|unreadable safetensors header"
     refuse(checkpoint, f"{name} (is|has) .*({says})")
     with pytest.raises((CheckpointError, FileError), match=says):
         inspection(checkpoint)

@@ -185,7 +185,7 @@ def test_for_a_program(cli, tiny_folder, tiny_text_file: Path) -> None:
         "transformers",
         *common,
     )
-    code, _, error = cli(*arguments)  # 172 columns are no multiple of 128
+    code, _, error = cli(*arguments)  # 172 columns are not a multiple of 128
     assert code == 2 and "down_proj has 172 columns in groups of 128, the last one shorter" in error
     code, out, error = cli(*arguments, "--group-size", -1, "--output", "out")
     assert code == 0, error

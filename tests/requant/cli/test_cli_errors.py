@@ -56,8 +56,8 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
     [
         (("--bits", "0.5"), "--bits 0.5 is out of range; give 1 to 8, like 3 or 2.25."),
         (("--bits", "9"), "--bits 9 is out of range; give 1 to 8, like 3 or 2.25."),
-        (("--size", "10XB"), "--size 10XB is no size; give a number of bytes"),
-        (("--bits", "3", "--gpu-memory", "24XB"), "--gpu-memory 24XB is no size; give a number of bytes"),
+        (("--size", "10XB"), "--size 10XB is not a size; give a number of bytes"),
+        (("--bits", "3", "--gpu-memory", "24XB"), "--gpu-memory 24XB is not a size; give a number of bytes"),
         (
             ("--bits", "3", "--gpu-memory", "24GB", "--device", "cpu"),
             "--gpu-memory limits a GPU, and this run is on cpu; leave it out.",
@@ -76,13 +76,13 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
             "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
         ),
         (("--bits", "3", "--head-bits", "9"), "head_bits is 9"),
-        (("--bits", "x"), "--bits x is no number"),
+        (("--bits", "x"), "--bits x is not a number"),
         ((), "say how many bits"),
         (
             ("--bits", "3", "--model", "dema"),
             "'dema' is neither a folder nor an alias (did you mean 'demo'?)",
         ),
-        (("--bits", "3", "--model", "./absent"), "./absent is no folder; check the path"),
+        (("--bits", "3", "--model", "./absent"), "./absent is not a folder; check the path"),
         (("--bits", "3", "--method", "kmean"), "method 'kmean' is unknown (did you mean 'kmeans'?)"),
         (("--bits", "3", "--mode", "papr"), "mode is 'papr' (did you mean 'paper'?)"),
         (
@@ -118,7 +118,7 @@ def test_what_cannot_be_done_is_one_sentence(
 def test_a_limit_of_gpu_memory_needs_a_gpu(refused, command: tuple[str, ...]) -> None:
     arguments = (*command, "--device", "cpu", "--gpu-memory")
     assert "--gpu-memory limits a GPU, and this run is on cpu; leave it out." in refused(*arguments, "24GB")
-    assert "--gpu-memory 24XB is no size" in refused(*arguments, "24XB")
+    assert "--gpu-memory 24XB is not a size" in refused(*arguments, "24XB")
 
 
 @pytest.mark.parametrize("length", [241, 300])
@@ -136,7 +136,7 @@ def test_names_that_are_too_long(refused, length: int) -> None:
         model = ("quantize", "--bits", 3, "--output", "out", "--model", name)
         assert "is neither a folder nor an alias" in refused(*model)
         assert "is neither a file nor a recipe" in refused("quantize", "--recipe", name)
-        assert "is no folder" in refused("inspect", name)
+        assert "is not a folder" in refused("inspect", name)
 
 
 @pytest.mark.parametrize("command", ["quantize", "sweep", "sparsify", "sensitivity"])
@@ -160,7 +160,7 @@ def test_a_key_is_given_once(refused, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_no_text(refused) -> None:
-    assert "--prompt is no UTF-8" in refused("generate", "demo", "--prompt", "\udcff")
+    assert "--prompt is not UTF-8" in refused("generate", "demo", "--prompt", "\udcff")
 
 
 def test_wrong_recipe_keys(refused, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_what_is_no_output_is_not_finished(cli, tmp_path: Path, monkeypatch, com
     (tmp_path / "file").write_text("")
     for name in ("empty", "file", ""):
         code, _, error = cli(command, "--resume", name)
-        assert code == 2 and f"is no output of `requant {command}`; name the one to resume" in error
+        assert code == 2 and f"is not the output of `requant {command}`; name the one to resume" in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -130,8 +130,8 @@ def test_what_another_command_has_finished_is_not_this_ones(cli, tmp_path: Path,
             assert (code, out) == (0, f"{folder} is finished; nothing is left to do.\n")
             continue
         assert (code, out) == (2, "") and error == (
-            f"requant: {folder} is no output of `requant {command}` but a finished one of `requant {other}`; name the one "
-            "to resume.\n"
+            f"requant: {folder} is not the output of `requant {command}` but a finished one of `requant {other}`; name the "
+            "one to resume.\n"
         )
 
 

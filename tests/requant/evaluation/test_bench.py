@@ -52,6 +52,6 @@ def test_bench(cli, make_checkpoint, tiny_folder) -> None:
 def test_refusals(cli, tiny_folder) -> None:
     folder = tiny_folder("llama")
     code, _, error = cli("bench", folder, "--batch", "1,x", "--device", "cpu")
-    assert code == 2 and "--batch 1,x is no list of whole numbers" in error
+    assert code == 2 and "--batch 1,x is not a list of whole numbers" in error
     code, _, error = cli("bench", folder, "--prompt-tokens", 200, "--device", "cpu")
     assert code == 2 and "exceed the 128 positions" in error

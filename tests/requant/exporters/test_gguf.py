@@ -224,5 +224,5 @@ def test_a_sentencepiece_model(grid_checkpoint, tmp_path: Path, tiny_text) -> No
     assert fields["tokenizer.ggml.unknown_token_id"] == 0 and fields["tokenizer.ggml.bos_token_id"] == 1
     description = json.loads((checkpoint / "tokenizer.json").read_text())
     description["model"]["merges"].reverse()
-    with pytest.raises(InputError, match="no SentencePiece model"):
+    with pytest.raises(InputError, match="not a SentencePiece model"):
         starts_with_space(description)

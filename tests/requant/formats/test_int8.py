@@ -45,7 +45,7 @@ def test_any_vector(n: int, c: int, magnitude: float, nonzero: bool, seed: int) 
     snapped = fake_quantize_int8(values, nonzero=nonzero)
     assert fits(snapped)
     largest = values.abs().amax(1, keepdim=True)
-    # Half a step (one where 0 is no choice), and float16's own rounding of magnitude and value.
+    # Half a step (one where 0 is not a choice), and float16's own rounding of magnitude and value.
     bound = largest * ((1.0 if nonzero else 0.5) / STEPS + 2.0**-10) + 2 * SMALLEST
     assert ((snapped.float() - values).abs() <= bound).all()
 

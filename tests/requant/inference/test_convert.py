@@ -182,7 +182,7 @@ for backend in ("eager", "aot_eager"):
 
 @pytest.mark.slow
 def test_compiled_without_a_graph_break_in_one_launch_each() -> None:
-    """In a process of its own: the type checks of the tests are no part of a server's graph."""
+    """In a process of its own: the type checks of the tests are not part of a server's graph."""
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""), *sys.path])
     run = subprocess.run(
         [sys.executable, "-c", COMPILED],

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 
 
 HOSTILE_BANDS = [
-    (lambda entry: entry.pop("parts"), "parts of model.embed_tokens are no list of 2 to 16 bands"),
+    (lambda entry: entry.pop("parts"), "parts of model.embed_tokens are not a list of 2 to 16 bands"),
     (lambda entry: entry["parts"].pop(), "the bands of model.embed_tokens do not make its shape"),
-    (lambda entry: entry["parts"].__setitem__(1, 3), "band 1 of model.embed_tokens is no JSON object"),
+    (lambda entry: entry["parts"].__setitem__(1, 3), "band 1 of model.embed_tokens is not a JSON object"),
     (lambda entry: entry["parts"][2].update(format="bands"), "band 2 of model.embed_tokens has format"),
     (
         lambda entry: entry["parts"][2].update(more=1),
@@ -104,7 +104,7 @@ class TestHostile:
 
             refuse(
                 change,
-                "model.embed_tokens in vocabulary is no plain grid, and no trellis of unmixed rows, of its own",
+                "model.embed_tokens in vocabulary is not a plain grid, and no trellis of unmixed rows, of its own",
             )
 
     def test_trellises(self, refuse) -> None:
@@ -113,7 +113,7 @@ class TestHostile:
 
         refuse(
             mixed,
-            "is no plain grid, and no trellis of unmixed rows",
+            "is not a plain grid, and no trellis of unmixed rows",
             method="trellis",
             head_bits=8,
             embedding_bits=8,
@@ -122,7 +122,7 @@ class TestHostile:
         def early(_config, entry) -> None:
             entry["format_version"] = 5
 
-        message = "is no grid, which needs format version 6, but version 5 is given"
+        message = "is not a grid, which needs format version 6, but version 5 is given"
         refuse(early, message, method="trellis", head_bits=8, embedding_bits=8)
 
     def test_names(self, refuse) -> None:
@@ -135,7 +135,7 @@ class TestHostile:
             name, spec = next(iter(entry["modules"].items()))
             entry["vocabulary"][name] = spec
 
-        refuse(doubled, "in vocabulary is no plain grid, and no trellis of unmixed rows, of its own")
+        refuse(doubled, "in vocabulary is not a plain grid, and no trellis of unmixed rows, of its own")
 
         def elsewhere(_config, entry) -> None:
             name = next(iter(entry["modules"]))

@@ -59,7 +59,7 @@ def test_a_draw_is_four_launches_and_waits_for_none() -> None:
 
 
 def test_a_model_writes_in_the_precision_of_training(tiny_model, monkeypatch) -> None:
-    """But for its frequencies, which are no parameters; the model itself stays as it is."""
+    """But for its frequencies, which are not parameters; the model itself stays as it is."""
     model = tiny_model("llama-tied")
     assert in_training_precision(model) is model
     monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)

@@ -201,4 +201,4 @@ class TestHostile:
         def scaled(_config, entry) -> None:
             entry["vocabulary"][TABLE]["column_scales"] = True
 
-        refuse(scaled, f"{TABLE} in vocabulary is no plain grid")
+        refuse(scaled, f"{TABLE} in vocabulary is not a plain grid")

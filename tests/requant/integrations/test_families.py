@@ -106,7 +106,7 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
 def test_a_mixture_under_a_budget_is_trained_and_loads_with_the_same_logits(
     name: str, kinds: set[str], tiny_folder, tiny_text_file: Path, tmp_path: Path
 ) -> None:
-    """A budget takes gradients of every matrix, and training those of what is no code."""
+    """A budget takes gradients of every matrix, and training those of what is not a code."""
     recipe = recipe_from_options(bits=4.5, method="gptq", group_size=32, mode="dense", head_bits=16)
     recipe = dataclasses.replace(
         recipe,

@@ -153,7 +153,7 @@ def test_the_repository_holds_the_folder_and_says_what_it_is(cli, hub, tiny_fold
     ("repo", "token", "sentence"),
     [
         ("tiny", "hf_token", "has no owner; give OWNER/NAME"),
-        ("a/b/c", "hf_token", "is no name of a repository"),
+        ("a/b/c", "hf_token", "is not the name of a repository"),
         ("someone/tiny", "hf_other", "the hub does not know who you are .*hf auth login"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_token_that_may_only_read_is_refused(cli, hub, tiny_folder, tiny_text_
     ("repo", "offline", "token", "sentence"),
     [
         ("tiny", False, "hf_token", "--push-to-hub tiny has no owner; give OWNER/NAME"),
-        ("some one/tiny", False, "hf_token", "is no name of a repository"),
+        ("some one/tiny", False, "hf_token", "is not the name of a repository"),
         ("someone/tiny", True, "hf_token", "which HF_HUB_OFFLINE switches off; unset that"),
         ("someone/tiny", False, None, "nobody is logged in here; run `hf auth login`, set HF_TOKEN"),
     ],

@@ -117,7 +117,9 @@ def test_matrices_that_the_file_fuses_already(engine, matrix, ranks: int) -> Non
 def test_layers_that_are_not_quantized(engine) -> None:
     found = engine.plugin.RequantConfig({})
     layer = torch.nn.Embedding(2, 2)
-    assert found.get_quant_method(layer, "lm_head") is None  # embedding and head are no linear layers to vLLM
+    assert (
+        found.get_quant_method(layer, "lm_head") is None
+    )  # embedding and head are not linear layers to vLLM
     assert found.specs_of("model.layers.0.mlp.gate_up_proj", attention=False) == {}
     assert found.get_supported_act_dtypes() == [torch.float16, torch.bfloat16]
     assert found.get_name() == "requant" and found.get_config_filenames() == []

@@ -67,7 +67,7 @@ def test_the_stream_is_rotated_and_the_norms_wait_to_be_trained() -> None:
     rotated = model.model(TOKENS, output_hidden_states=True).hidden_states[1]
     torch.testing.assert_close(rotated, Rotation(seed=0).stream(states), rtol=1e-3, atol=1e-5)
     norms = {name: p for name, p in model.named_parameters() if "norm" in name}
-    assert len(norms) == 4 and all((p == 1).all() for p in norms.values())  # the final one is no parameter
+    assert len(norms) == 4 and all((p == 1).all() for p in norms.values())  # the final one is not a parameter
     assert torch.equal(model.get_input_embeddings().get_parameter(HEAD_SCALES), final)
     assert (model.state_dict()["model.norm.weight"] == 1).all()
 
@@ -105,11 +105,11 @@ def test_only_the_input_of_down_is_left_to_the_quantizer() -> None:
     ("kind", "sizes", "why"),
     [
         ("gemma2", {}, "feedforward_layernorm is none of the modules"),
-        ("gemma", {}, "input_layernorm is no RMSNorm"),
+        ("gemma", {}, "input_layernorm is not an RMSNorm"),
         ("gpt2", {"n_embd": 64, "n_layer": 1, "n_head": 4}, "no `norm`"),
         ("olmo2", {}, "post_feedforward_layernorm is none"),
-        ("stablelm", {}, "input_layernorm is no RMSNorm"),
-        ("llama", {"hidden_size": 72, "head_dim": 18}, "no multiples of 16"),
+        ("stablelm", {}, "input_layernorm is not an RMSNorm"),
+        ("llama", {"hidden_size": 72, "head_dim": 18}, "not multiples of 16"),
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "none of the modules of a Llama"),
     ],
 )

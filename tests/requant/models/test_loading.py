@@ -211,7 +211,7 @@ def test_sources(tmp_path: Path, tiny_folder) -> None:
     assert resolve_source(str(tiny_folder("llama"))) == str(tiny_folder("llama"))
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_source(str(tmp_path))
-    with pytest.raises(ModelError, match=r"is no folder; check the path"):
+    with pytest.raises(ModelError, match=r"is not a folder; check the path"):
         resolve_source(str(tmp_path / "absent"))
     with pytest.raises(ModelError, match=r"'lama-3.2-1b' is neither .* \(did you mean 'llama-3.2-1b'\?"):
         resolve_source("lama-3.2-1b")
@@ -228,7 +228,7 @@ def test_a_file_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch) -> None:
     for name in ("notes.txt", "owner/model.safetensors"):
         Path(name).write_text("")
         with pytest.raises(
-            ModelError, match=f"^{name} is no folder but a file; give the folder of a Hugging"
+            ModelError, match=f"^{name} is not a folder but a file; give the folder of a Hugging"
         ):
             resolve_source(name)
 

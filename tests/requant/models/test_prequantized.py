@@ -124,7 +124,7 @@ def test_four_bits_two_a_byte(stored) -> None:
 
 
 def test_large_matrices_go_in_chunks(stored, monkeypatch) -> None:
-    """Chunks of rows that are no multiple of the block, of fused experts and of transposed ones."""
+    """Chunks of rows that are not a multiple of the block, of fused experts and of transposed ones."""
     codes = torch.randn(2, 40, 72).to(torch.float8_e4m3fn)
     fp8_file = {"e.down_proj": codes, "e.down_proj_scale_inv": torch.rand(2, 3, 5)}
     blocks, scales = e2m1(torch.randn(2, 40, 64))
@@ -232,9 +232,9 @@ HOSTILE = {
     ),
     "blocks without scales": ({"a_blocks": BYTES}, "mxfp4", "has no scales"),
     "scales without blocks": ({"a_scales": BYTES}, "mxfp4", "without blocks"),
-    "odd blocks": (BLOCKS | {"a_blocks": BYTES[..., :15].clone()}, "mxfp4", "are no blocks of 32"),
-    "blocks of floats": (BLOCKS | {"a_blocks": BYTES.half()}, "mxfp4", "are no blocks of 32"),
-    "scales of other blocks": (BLOCKS | {"a_scales": BYTES[:, :4, :, 0].clone()}, "mxfp4", "are no blocks of 32"),
+    "odd blocks": (BLOCKS | {"a_blocks": BYTES[..., :15].clone()}, "mxfp4", "are not blocks of 32"),
+    "blocks of floats": (BLOCKS | {"a_blocks": BYTES.half()}, "mxfp4", "are not blocks of 32"),
+    "scales of other blocks": (BLOCKS | {"a_scales": BYTES[:, :4, :, 0].clone()}, "mxfp4", "are not blocks of 32"),
     "floats too": (BLOCKS | {"a": torch.ones(1)}, "mxfp4", "is there as floats, too"),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_linears_of(tiny_model, architecture: str) -> None:
 
 
 def test_the_body_is_covered_and_the_rest_left(tiny_model, architecture: str) -> None:
-    """What is no target is an embedding, a head, a norm or a bias."""
+    """What is not a target is an embedding, a head, a norm or a bias."""
     model = tiny_model(architecture)
     names = {f"{target.name}.weight" for target in find_linears(model)}
     for name, parameter in model.named_parameters():

@@ -195,9 +195,9 @@ def test_bits(bits: str, value: float) -> None:
         ("0", "is out of range"),
         ("nan", "is out of range"),
         ("inf", "is out of range"),
-        ("three", "is no number; give 1 to 8"),
-        ("", "is no number"),
-        (True, "is no number"),
+        ("three", "is not a number; give 1 to 8"),
+        ("", "is not a number"),
+        (True, "is not a number"),
     ],
 )
 def test_other_bits_are_refused(bits: Any, message: str) -> None:
@@ -208,7 +208,7 @@ def test_other_bits_are_refused(bits: Any, message: str) -> None:
 @pytest.mark.usefixtures("unchecked_types")
 def test_bytes_are_no_bits() -> None:
     bits: Any = b"3"
-    with pytest.raises(RecipeError, match="is no number"):
+    with pytest.raises(RecipeError, match="is not a number"):
         parse_bits(bits)
 
 
@@ -232,7 +232,7 @@ def test_sizes(size: str, value: int) -> None:
     ["10XB", "MB", "", "-5MB", "1e9", "6,5MB", "0MB", "0.1B", "600 M B", "٣MB", 400 * "9", f"{308 * '9'}GB"],
 )
 def test_other_sizes_are_refused(size: str) -> None:
-    with pytest.raises(RecipeError, match=f"--size {size} is (no size|nothing)"):
+    with pytest.raises(RecipeError, match=f"--size {size} is (not a size|nothing)"):
         parse_size(size)
 
 

@@ -9,7 +9,7 @@ from requant.report.plots import plot_width, quality_plot, sensitivity_plot
 
 
 def test_a_wide_range_is_logarithmic_with_ticks_in_plain_decimals():
-    """One damaged checkpoint must not press the others into one line; 10⁻² is no tick."""
+    """One damaged checkpoint must not press the others into one line; 10⁻² is not a tick."""
     points = {"a": (2_000_000, 0.18, 0.003), "b": (1_500_000, 5.6, 0.05), "c": (1_700_000, 0.4, None)}
     wide = ElementTree.fromstring(quality_plot(points, measure="mean KL, nats per token"))
     ticks = {float(text): y for text, y in labelled(wide) if "." in text or text.isdigit()}

@@ -27,8 +27,8 @@ from .harness import LIMITS, Slow, httpx, running  # noqa: E402
         ({"prompt": [1, "a"]}, "prompt must be a string", "prompt"),
         ({"prompt": [[]]}, "prompt must be a string", "prompt"),
         ({"prompt": "\ud800"}, "half a surrogate pair", "prompt"),
-        ({"prompt": "a", "\ud800": 1}, "is no field that this server knows", "?"),
-        ({"prompt": "a", "best": 1}, "'best' is no field that this server knows", "best"),
+        ({"prompt": "a", "\ud800": 1}, "is not a field that this server knows", "?"),
+        ({"prompt": "a", "best": 1}, "'best' is not a field that this server knows", "best"),
         ({"prompt": [5000]}, "a token outside 0 to 263", "prompt"),
         ({"prompt": ["a"] * 5}, "5 answers in one request; at most 4", "prompt"),
         ({"prompt": ["a"] * 2, "n": 3}, "6 answers in one request; at most 4", "n"),
@@ -68,7 +68,7 @@ def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str
         ([], "messages must be a list"),
         (["hi"], r"messages\[0\] must be an object with a role"),
         ([{"role": "user"}], r"messages\[0\].content must be a string"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is no text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is not text"),
     ],
 )
 def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
@@ -102,9 +102,9 @@ def test_what_openai_ignores_is_ignored(client) -> None:
 def test_other_bodies_and_pages(url: str) -> None:
     post = f"{url}/v1/completions"
     for content, sentence in (
-        ("{", "no valid JSON"),
+        ("{", "not valid JSON"),
         ("[1]", "must be a JSON object"),
-        ("[" * 10_000, "no valid JSON"),
+        ("[" * 10_000, "not valid JSON"),
     ):
         answer = httpx.post(post, content=content)
         assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]

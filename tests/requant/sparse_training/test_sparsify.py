@@ -64,7 +64,7 @@ def test_autocast_decides_the_dtype_of_products(mvue: bool) -> None:
 
 
 def test_the_weight_gradient_of_mvue_is_unbiased() -> None:
-    """Within four standard errors; seven tokens are no multiple of four."""
+    """Within four standard errors; seven tokens are not a multiple of four."""
     layer = sparsify_(Network(), mvue=True).layers["mlp.0"]
     x, dz, found = inputs(7, 16), inputs(7, 32), []
     for _ in range(2000):

@@ -90,7 +90,7 @@ def test_the_demo_halves_are_long_and_apart():
         ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
         ("deep.jsonl", b"[" * 200_000, "line 1 is not JSON"),
         ("surrogate.jsonl", b'{"text": "\\ud800"}', "half a surrogate pair"),
-        ("fake.parquet", b"not parquet at all", "no readable parquet"),
+        ("fake.parquet", b"not parquet at all", "not a readable parquet"),
     ],
 )
 def test_unusable_files_say_what_to_do(tmp_path, name, content, message):

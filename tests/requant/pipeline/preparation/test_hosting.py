@@ -264,7 +264,7 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
 def test_processes_share_the_matrices_that_lie_in_the_weight_files(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, hosted, name: str, dtype: str, stored: str
 ) -> None:
-    """The plan counts all others once for each GPU: experts, and what is no float of the model's dtype there."""
+    """The plan counts all others once for each GPU: experts, and what is not a float of the model's dtype there."""
     hosted(True)
     folder = (
         tiny_folder(name) if stored == "floats" else fp8_folder(tiny_folder(name), tmp_path / "fp8", block=24)
