@@ -130,7 +130,7 @@ def remove_leftover(output: Path) -> None:
 
 
 def workspace_of(output: Path, *, resume: bool, save_every: float) -> "Workspace":
-    """Beside the output of a command; it keeps the arguments for `--resume OUTPUT`. `save_every` is in minutes."""
+    """The workspace beside the output of a command, with the arguments for `--resume OUTPUT`. `save_every` is in minutes."""
     from requant.run.workspace import Workspace
 
     return Workspace(

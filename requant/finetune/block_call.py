@@ -86,7 +86,7 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """From a call to its result."""
+    """The graph of autograd from a block's call to its result."""
 
     call: BlockCall  # from leaves
     result: BlockResult

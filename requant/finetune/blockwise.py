@@ -245,7 +245,7 @@ class BlockwiseStep:
         yield from zip(hidden.split(rows), states.flatten(0, 1).split(rows), strict=True)
 
     def _gradient(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
-        """Of the loss, at the hidden states of some positions; the head's is added up."""
+        """The gradient of the loss at the hidden states of some positions; the head's own gradient accumulates."""
         found = torch.empty_like(hidden)  # before anything is added to the head's, which is not taken back
         rows = self.chunks.positions
         for own, original, out in zip(hidden.split(rows), states.split(rows), found.split(rows), strict=True):

@@ -111,7 +111,8 @@ def decoding_ranks(members: Sequence[QuantTarget], count: int) -> dict[str, int]
 
 
 def weights_to_decode(targets: Sequence[QuantTarget], count: int) -> int:
-    """Of all blocks, by the rank that decodes most of each: the others wait for it."""
+    """The weights that are decoded one after the other: of every block those of the rank that decodes most, for which the
+    others wait."""
 
     def most(members: Sequence[QuantTarget]) -> int:
         sums: Counter[int] = Counter()

@@ -64,7 +64,7 @@ def started_sum(tensors: Sequence[Tensor], large_in: torch.dtype | None = None) 
 
 
 def in_parts(tensors: Sequence[Tensor], count: int) -> list[slice]:
-    """Consecutive ones in at most `count` parts, of about as many elements each."""
+    """The tensors as at most `count` slices of consecutive ones, of about as many elements each."""
     whole, edges, done = sum(tensor.numel() for tensor in tensors), [0], 0
     for index, tensor in enumerate(tensors, start=1):
         done += tensor.numel()
@@ -85,22 +85,19 @@ def rows_of_all(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor that is divided among ranks by its elements in row-major order, equally: those of this rank.
-
-    The last parts are filled with zeros.
-    """
+    """This rank's equal part of a tensor's elements, in row-major order; the last parts are filled with zeros."""
 
     elements: Tensor  # [ceil(numel / ranks)]
     shape: torch.Size
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Part":
-        """Of a tensor that this rank holds whole."""
+        """This rank's part of a tensor that it holds whole."""
         return cls(_equal_parts(tensor.detach())[ranks.rank()].clone(), tensor.shape)
 
     @classmethod
     def of_sum(cls, tensor: Tensor) -> "Part":
-        """Of the sum of a tensor over ranks, added in the order of ranks."""
+        """This rank's part of the sum of a tensor over ranks, added in the order of ranks."""
         sent = _equal_parts(tensor.detach())
         received = torch.empty_like(sent)
         with ranks.communicating():
@@ -109,7 +106,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor, not of this part."""
         return self.shape.numel() * self.elements.element_size()
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -129,7 +126,7 @@ def _equal_parts(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """In their order; the first row is overwritten."""
+    """The rows added up in their order; the first is overwritten."""
     first, *others = rows
     for row in others:
         first += row

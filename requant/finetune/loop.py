@@ -126,7 +126,7 @@ class _Batches:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of a step of all ranks together."""
         return len(self._windows(0)) * self.teacher.windows.shape[1]
 
     def of_step(self, step: int) -> list[MicroBatch]:
@@ -270,7 +270,7 @@ class _Training:
         return {**self.step.state(), **numbered("buffer", self.buffers), **self.best.state()}
 
     def _state_at_end(self) -> dict[str, Tensor | Part]:
-        """Without the optimizer's state, and with the best values in the tensors themselves."""
+        """What is kept of a finished training: no state of the optimizer, and the best values in the tensors themselves."""
         return {**self.step.state(optimizer=False), **numbered("buffer", self.buffers)}
 
     def _kl(self, windows: Int64[Tensor, "h t"]) -> float:

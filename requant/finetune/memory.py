@@ -142,7 +142,7 @@ class TrainingMemory:
         return needed if at_least else needed + self.graphs_kept(coded) * self._graph(coded)
 
     def graphs_kept(self, coded: Collection[str], *, available: int | None = None) -> int:
-        """Of how many blocks a GPU has room for the graphs of a step's tokens, block by block.
+        """The number of blocks whose graphs of a step's tokens a GPU can keep, in training block by block.
 
         `available`: bytes that this process may have now, with those that it has, if others are on the GPU. None of a model
         on the host, whose GPU has room for other matrices only while they are computed.
@@ -169,7 +169,7 @@ class TrainingMemory:
 
     @property
     def _tokens(self) -> int:
-        """Of a step, on one GPU."""
+        """Tokens of a step on one GPU."""
         count, length = self.windows
         return length * -(-self.settings.windows_of_step(count, length) // self.gpus)
 
@@ -210,7 +210,7 @@ class TrainingMemory:
         return kept + length * bytes_of_a_token(self.targets, of.vocabulary, device=device, compiled=False)
 
     def _block_by_block(self, of: "_Weights", coded: Collection[str], at_once: int) -> int:
-        """With so many tokens through a block at once, and no graphs kept."""
+        """Bytes in training block by block, with so many tokens through a block at once and no graphs kept."""
         tokens = self._tokens
         kept = 8 * of.uncoded // self.gpus + 12 * of.rest - 8 * of.tables + of.rest * of.element_size
         at_work = self._block_at_work(coded, min(tokens, at_once))
@@ -229,8 +229,8 @@ class TrainingMemory:
         return kept + max(hidden + max(at_work, logits), moments)
 
     def _block_at_work(self, coded: Collection[str], tokens: int) -> int:
-        """Beside what is kept while the gradients of a block are computed, or its largest matrix is updated: of the block
-        that takes most."""
+        """Bytes beside what is kept while the gradients of a block are computed, or its largest matrix is updated; of the
+        block that takes most."""
         built = 8 if self.gpus > 1 else 4  # matrices that are not kept whole are beside their gradients
         found = 0
         for members in by_block_of(self.targets):
@@ -323,5 +323,5 @@ def hosted_training_bytes(
 
 
 def packed_bytes(targets: Sequence[QuantTarget], recipe: Recipe) -> int:
-    """Of the matrices' codes, packed; about."""
+    """Bytes of the matrices' packed codes, about."""
     return round(sum(target.size for target in targets) * (recipe.budget.bits or recipe.quantizer.bits) / 8)

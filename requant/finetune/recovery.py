@@ -75,7 +75,7 @@ class PrunedWeight:
         )
 
     def stored(self, project: Projection) -> QuantizedWeight:
-        """As a checkpoint holds it."""
+        """The matrix as a checkpoint holds it."""
         with torch.no_grad():
             return stored(project(self), self.mask, self.steps, self.config)
 
@@ -120,7 +120,7 @@ class MaskUpdates:
     flip_rates: list[float] = field(default_factory=list)
 
     def __call__(self, step: int) -> dict[str, str]:
-        """After `step` (from 0); what the progress bar shows."""
+        """Update strength and masks after `step` (from 0), and return what the progress bar shows."""
         self.strength.fill_(self.full_strength * min(1.0, 4 * (step + 1) / self.steps))
         if self.every and ((step + 1) % self.every == 0 or step + 1 == self.steps):
             self._update()

@@ -52,7 +52,7 @@ def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _step(kernel: Callable[..., None], optimizer: torch.optim.Optimizer, tensor: Tensor) -> None:
-    """By the kernel, with torch's state."""
+    """Update a tensor by the kernel, with the state that torch's Adam would have."""
     state = optimizer.state[tensor]
     if not state:
         state["step"] = torch.zeros(())

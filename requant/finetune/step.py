@@ -247,7 +247,7 @@ class TrainingStep:
             weight.backward()
 
     def _started_sum(self, part: slice) -> Callable[[], None]:
-        """Of the gradients of a part over ranks."""
+        """Begin to sum the gradients of a part over ranks."""
         if ranks.world_size() == 1:
             return lambda: None
         return started_sum(
@@ -258,7 +258,7 @@ class TrainingStep:
         return [partial(self._update, index) for index in range(len(self.parts))]
 
     def _update(self, index: int) -> None:
-        """Of a part; with the last the derived weights follow."""
+        """Update one part; after the last, also the derived weights."""
         self.optimizers[index].step()
         if index + 1 == len(self.parts):
             for weight in self.derived:

@@ -280,7 +280,7 @@ class WeightFunction:
         return weight_of(self.weight, self.decoded, params)
 
     def scaled_rows(self, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """As `Container.scaled_rows`; none where there are residuals too."""
+        """What `Container.scaled_rows` returns, or nothing where there are residuals too."""
         return [] if ROWS in self.decoded else self.weight.dense.scaled_rows(self.decoded, params)
 
 

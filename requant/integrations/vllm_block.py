@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 class FusedLayer:
-    """Before the class of a decoder layer: its forward, by the operators."""
+    """A base put in front of a decoder layer's class, whose `forward` it replaces by our operators."""
 
     self_attn: Any
     place: Place

@@ -176,7 +176,7 @@ class _Reader:
         self.reading = self.thread.submit(self._read, self.memory, self.read_ahead)
 
     def wait(self) -> None:
-        """Until what was begun is read."""
+        """Return once what was begun has been read."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.result()

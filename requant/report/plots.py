@@ -139,7 +139,7 @@ def _log_if_wide(axes: Axes, values: Sequence[float]) -> bool:
 
 
 def _svg(figure: Figure) -> bytes:
-    """Without the XML prologue, so that a page can hold it; the same bytes for the same numbers."""
+    """The figure as SVG without an XML prologue, so that a page can hold it; the same bytes for the same numbers."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue().decode().replace(INK, "currentColor")

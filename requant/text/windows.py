@@ -104,7 +104,7 @@ def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     backend.encode_special_tokens = tokenizer.split_special_tokens
 
     def encoded(parts: list[str]) -> list[int]:
-        """Of all parts in turn; the library's threads take one each."""
+        """The tokens of all parts, one after the other; the library's threads take a part each."""
         encodings = backend.encode_batch_fast(parts, add_special_tokens=False)
         return list(chain.from_iterable(encoding.ids for encoding in encodings))
 

@@ -9,7 +9,7 @@ from one hash, b0 + b1 + b2 + b3 and b0 - b1 - b2 + b3, and their products with 
 
 so one operand register serves two weights; the rotation writes sums and differences of neighbours instead of x1, x2.
 
-**Float16 on floating-point tensor cores**, `mma.m16n8k16`. The values of `3inst` are not sums of bytes. Of those a DP4A makes
+**Float16 on floating-point tensor cores**, `mma.m16n8k16`. The values of `3inst` are not sums of bytes. Of sums, DP4A makes
 1024 + b0 + b1 + b2 + b3 in float16, exactly, which is BYTE_SUM_OFFSET too much for every weight: its product with the
 activations is one more MMA for all row tiles, whose sums the kernel subtracts. A weight costs one and a half instructions
 more than as four bytes (DP4A, half of a PRMT), but an MMA does for eight weights of eight tokens in 16 bits what otherwise

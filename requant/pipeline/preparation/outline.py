@@ -107,7 +107,7 @@ def _shapes(folder: str, *, dtype: str) -> PreTrainedModel:
 def _hosts_shapes(
     shapes: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe, device: str
 ) -> bool:
-    """Because the model does not fit the GPU, or by default its training only so."""
+    """Whether matrices stay on the host because the model, or by default its training, does not fit the GPU otherwise."""
     return hosts_blocks(shapes, targets, recipe, device) or trains_only_hosted(
         shapes, targets, recipe, device
     )
