@@ -122,19 +122,22 @@ class Costs:
         """What codes of these matrices need, where so many weights are `coded` already."""
         needs = self.method.needs
         passes = self.passes(targets, needs, coded=coded)
-        inputs = self.inputs(needs) * (len(passes) if self.parallel else 1)
-        return inputs + self._gradients(needs, passes) + self.hessians(targets, needs)
+        inputs = self.input_passes(needs, self.recipe.calibration.inputs)
+        return (
+            inputs * (len(passes) if self.parallel else 1)
+            + self._gradients(needs, passes)
+            + self.hessians(targets, needs)
+        )
 
     def allocation_statistics(self) -> float:
         """What predicted losses and then the codes need, in the original model."""
         needs, targets = METHODS[self.recipe.method].allocation_needs, self.prepared.targets
         passes = self.passes(targets, needs)
-        inputs = self.inputs(needs, inputs="original") * len(passes)
-        return inputs + self._gradients(needs, passes) + self.hessians(targets, needs)
+        inputs = self.input_passes(needs, "original")
+        return inputs * len(passes) + self._gradients(needs, passes) + self.hessians(targets, needs)
 
-    def inputs(self, needs: frozenset[str], *, inputs: str | None = None) -> float:
-        """The passes that inputs of matrices take beside those of gradients; `inputs` as in a recipe, None: its own."""
-        inputs = inputs or self.recipe.calibration.inputs
+    def input_passes(self, needs: frozenset[str], inputs: str) -> float:
+        """The passes for inputs of matrices beside those for gradients; `inputs` as `calibration.inputs` of a recipe."""
         if "hessian" not in needs or (inputs == "original" and one_pass_suffices(needs)):
             return 0.0
         return FORWARDS[inputs] * self.forward(self.windows)

@@ -114,7 +114,8 @@ def _sparse_part(costs: Costs) -> Iterator[Stage]:
     if detach.outlier_fraction:
         adaptive = detach.outlier_rule == "adaptive"
         again = costs.codes(costs.prepared.targets)
-        again += costs.inputs(costs.method.needs) if costs.recipe.calibration.inputs != "original" else 0.0
+        inputs = costs.recipe.calibration.inputs
+        again += costs.input_passes(costs.method.needs, inputs) if inputs != "original" else 0.0
         trials = len(detach.temperatures) * (again + costs.forward(costs.windows))
         seconds = scored + trials if adaptive else 0.0
         yield Stage(name="outliers", kind="outliers", seconds=seconds, bars=0)
