@@ -92,7 +92,7 @@ def main() -> None:
                 shape = Shape(format, bits, n, k, m_bucket(tokens))
                 launches = [
                     Candidate(kernel, config)
-                    for kernel in kernels_to_tune(layout_of(shape), tokens)
+                    for kernel in kernels_to_tune(layout_of(shape), tokens, device)
                     for config in candidates(kernel, shape, device)
                 ]
                 jobs.append((shape, tokens, launches))

@@ -115,9 +115,8 @@ def winners(found: dict[Candidate, float]) -> dict[str, LaunchConfig]:
     return best
 
 
-def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
+def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int, device: torch.device) -> list[str]:
     """The kernels that compete for this many tokens: up to 16 all that support the layout, above only the first."""
-    device = layout.packed_codes.device
     able = [kernel.name for kernel in kernels_of(layout) if kernel.supports(layout, tokens, device)]
     able = (
         [name for name in able if name in LAUNCHES] if able and (tokens <= 16 or able[0] in LAUNCHES) else []
@@ -139,7 +138,7 @@ def tune(layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int]) -> in
                 continue
             launches = [
                 Candidate(kernel, config)
-                for kernel in kernels_to_tune(layout, m)
+                for kernel in kernels_to_tune(layout, m, device)
                 for config in candidates(kernel, shape, device)
             ]
             best = winners(times(layout, m, launches))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from requant_kernels import Layout, TrellisLayout, dispatch, launch_tables, pack_trellis
+from requant_kernels.autotune import kernels_to_tune
 from requant_kernels.common import occupancy
 from requant_kernels.common.device import SM90_VARIABLE, supports_pdl
 from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
@@ -67,6 +68,15 @@ def chosen(layout: Layout | TrellisLayout, num_tokens: int) -> tuple[str, Any]:
 
 def grid(bits: int = 2, **given: Any) -> Layout:
     return random_layout(Case(format="grid", bits=bits, **({"n": 64, "k": 1024, "m": 1} | given)), "cpu")
+
+
+def test_the_tuner_tries_the_kernel_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper the GEMM takes a trellis from nine tokens on."""
+    device = pretend(monkeypatch, "H100")
+    layout = pack_trellis(*random_trellis(512, 4096, 2, "cpu"), bits=2, code="mul1")
+    for tokens in (1, 8, 9, 12, 16, 64):
+        assert chosen(layout, tokens)[0] in kernels_to_tune(layout, tokens, device)
+    assert "trellis_gemv" not in kernels_to_tune(layout, 12, device)
 
 
 def test_codes_that_are_not_aligned_have_a_choice_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
