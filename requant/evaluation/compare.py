@@ -79,13 +79,11 @@ def evaluate_all(
     for folder, name in named.items():
         _check_can_be_scored(folder, name, tokens)
         if folder != folders[0] and _other_tokens(folder, tokenizer, tokens):
-            own_run, own_original = (
-                "score it in a run of its own",
-                "give the model that the checkpoints were made from",
-            )
+            remedy = "give the model that the checkpoints were made from"
+            if folder in folders:
+                remedy = "score it in a run of its own"
             raise ModelError(
-                f"{name} has another vocabulary than {models[0]}, and all are scored on the tokens of the first: "
-                f"{own_run if folder in folders else own_original}."
+                f"{name} has another vocabulary than {models[0]}, and all are scored on the tokens of the first: {remedy}."
             )
     reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
     bits = [byte_table(each).bits_per_weight if is_checkpoint(each) else None for each in folders]

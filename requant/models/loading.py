@@ -226,9 +226,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         try:
             return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception:
-            load_config(
-                path
-            )  # which it reads as well: a damaged one is not the fault of the tokenizer's files
+            # it reads config.json as well: a damaged one is not the fault of the tokenizer's files
+            load_config(path)
             raise
 
 

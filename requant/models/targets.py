@@ -238,11 +238,7 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     for target in targets:
         if target.experts is not None:
             key = (target.experts, *siblings(target.kind))
-        elif (
-            last is not None
-            and last[0].block == target.block
-            and _different_siblings(last[0].kind, target.kind)
-        ):
+        elif last is not None and _read_one_input(last[0], target):
             key = last[1]
         else:
             key = (target.name,)
@@ -251,9 +247,10 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     return list(groups.values())
 
 
-def _different_siblings(kind: str, other: str) -> bool:
+def _read_one_input(first: QuantTarget, second: QuantTarget) -> bool:
     """Whether two linears in a row read the same tensor; two of one kind belong to different modules."""
-    return kind != other and other in siblings(kind)
+    alike = first.block == second.block and first.kind != second.kind
+    return alike and second.kind in siblings(first.kind)
 
 
 def _linear_types() -> tuple[type, ...]:

@@ -48,7 +48,7 @@ def adam_step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update `weight` and its moments in place; `step` counts from 1. All are contiguous, of one shape."""
+    """Overwrite `weight` and its moments with their update; `step` counts from 1. All are contiguous, of one shape."""
     for tensor in (weight, gradient, exp_avg, exp_avg_sq):
         assert tensor.is_contiguous() and tensor.shape == weight.shape
     if not weight.numel():
