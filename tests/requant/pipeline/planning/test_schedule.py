@@ -275,6 +275,22 @@ def test_the_planned_memory_of_a_1b_shape_is_what_h200s_took(
     assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / measured <= 1.15
 
 
+def test_the_planned_memory_of_an_8b_shape_within_90_gib_is_what_an_h200_took(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Within 15 % and not less, gaps between tensors included, and no more than was allowed."""
+    results = json.loads((ROOT / "eval" / "results" / "speed-8b-h200.json").read_text())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 90 << 30)
+    source = save_shape("8b", tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    recipe = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, train_windows=981))
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+    planned = expected_memory(shaped, shaped.recipe, "cuda")
+    assert 1 <= planned / (results["run_8b_within_90_gib"]["reserved_gib"] * 2**30) <= 1.15
+    assert planned <= 90 << 30
+
+
 def test_kept_floats_are_planned_where_nothing_else_takes_as_much(tmp_path: Path, monkeypatch) -> None:
     """Of an 8B shape by a method without statistics: four bytes a weight, but where the GPU is too small to keep them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
