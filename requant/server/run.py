@@ -91,7 +91,10 @@ def _run(
     # uvicorn raises the signal again after its shutdown; here a requested shutdown is a success.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        listener.listen(128)  # before the next line announces the address
+        try:
+            listener.listen(128)  # before the next line announces the address
+        except OSError as error:  # another server bound the port too, while neither listened, and was quicker
+            raise _not_served_on(host, listener.getsockname()[1], error) from error
         port = listener.getsockname()[1]
         logger.warning("serving %s on http://%s:%d/v1 (context %d)", served, _url(host), port, limits.context)
         if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
@@ -117,11 +120,13 @@ def _bound(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except (OSError, UnicodeError) as error:  # the latter for what is too long, or no text, for a name
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{host} port {port} cannot be served on ({reason}); choose another --port or --host."
-        ) from error
+        raise _not_served_on(host, port, error) from error
     return listener
+
+
+def _not_served_on(host: str, port: int, error: Exception) -> InputError:
+    reason = getattr(error, "strerror", None) or error
+    return InputError(f"{host} port {port} cannot be served on ({reason}); choose another --port or --host.")
 
 
 def _url(host: str) -> str:

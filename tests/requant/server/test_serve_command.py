@@ -11,12 +11,15 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from requant.extras import requirement
 
 pytest.importorskip("fastapi")
+
+from requant.server.run import _bound
 
 
 def start(*arguments: object, **environment: str) -> tuple[subprocess.Popen, str, str]:
@@ -92,6 +95,13 @@ def test_what_cannot_be_served(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         taken.listen()
         code, _, error = cli("serve", "demo", "--port", taken.getsockname()[1])
         assert code == 2 and "cannot be served on" in error and "choose another --port" in error
+    # bound by another server that does not listen yet: known only once this one has loaded its model
+    with _bound("127.0.0.1", 0) as quicker, monkeypatch.context() as patch:
+        patch.setattr("requant.server.run.open_served", lambda *_, **__: quicker.listen())
+        patch.setattr("requant.server.run.Engine", MagicMock())
+        patch.setattr("requant.server.app.create_app", MagicMock())
+        code, _, error = cli("serve", "demo", "--port", quicker.getsockname()[1])
+        assert code == 2 and "Address already in use); choose another --port" in error
     code, _, error = cli("serve", "demo", "--host", "a" * 300)
     assert code == 2 and "cannot be served on" in error and "Traceback" not in error
     code, _, error = cli("serve", "demo", "--context", 512, "--max-tokens-limit", 512)
