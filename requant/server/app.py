@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> Fas
             events = _stream(request, jobs, model, counted, chat=chat)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        return await _collect(http, request, jobs, model, counted, chat=chat)
+        return await _unless_left(http, _collect(request, jobs, model, counted, chat=chat))
 
     return app
 
@@ -133,9 +133,20 @@ async def _submitted(engine: Engine, request: Request) -> tuple[list[Job], int]:
     return jobs, sum(map(len, prompts))
 
 
-async def _collect(
-    http: HttpRequest, request: Request, jobs: list[Job], model: str, counted: int, *, chat: bool
-) -> Any:
+async def _unless_left(http: HttpRequest, answer: Coroutine[Any, Any, Any]) -> Any:
+    """The answer; it is cancelled, in the queue too, as soon as the client leaves."""
+    # after a body nothing comes but the news that the client has left
+    left = asyncio.ensure_future(http.receive())
+    collected = asyncio.create_task(answer)
+    try:
+        await asyncio.wait((left, collected), return_when=asyncio.FIRST_COMPLETED)
+        return collected.result() if collected.done() else JSONResponse({}, status_code=CLIENT_LEFT)
+    finally:
+        left.cancel()
+        collected.cancel()
+
+
+async def _collect(request: Request, jobs: list[Job], model: str, counted: int, *, chat: bool) -> Any:
     choices: list[dict[str, Any]] = []
     total = 0
     try:
@@ -145,8 +156,6 @@ async def _collect(
             async for piece in job.pieces():
                 text, tokens, finish = text + piece.text, piece.tokens, piece.finish
                 found += piece.logprobs
-                if await http.is_disconnected():
-                    return JSONResponse({}, status_code=499)  # the client has disconnected
             total += tokens
             body: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": text}} if chat else {"text": text}

@@ -246,6 +246,7 @@ class Engine:
         job = Job(prompt, sampling, None if matcher is None else matcher.deep_copy())
         if self._closed.is_set():
             raise _closing()
+        self._drop_cancelled()
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -255,7 +256,15 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Jobs in the queue, without those that run."""
+        self._drop_cancelled()
         return self._jobs.qsize()
+
+    def _drop_cancelled(self) -> None:
+        """A client that has left keeps no place in the queue."""
+        with self._jobs.mutex:
+            kept = [job for job in self._jobs.queue if not job.cancelled.is_set()]
+            self._jobs.queue.clear()
+            self._jobs.queue.extend(kept)
 
     def close(self) -> None:
         """Ask the worker to stop; running answers end at their next token. Safe in a signal handler."""

@@ -180,6 +180,25 @@ def test_who_leaves_is_not_written_for(url: str, model: Slow) -> None:
     model.pause = 0.0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_keeps_no_place_in_the_queue(model: Slow, chatty, stream: bool) -> None:
+    model.pause = 0.1
+    engine = Engine(model, chatty, limits=Limits(max_tokens=40, context=100, waiting=1, batch=1))
+    engine.ends = frozenset()  # drawn by chance, an end would free the place
+    with running(engine) as address:
+        url, body = f"{address}/v1/completions", {"prompt": "a", "max_tokens": 40}
+        with httpx.stream("POST", url, json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for _ in range(2):
+                with pytest.raises(httpx.ReadTimeout):  # not refused
+                    httpx.post(url, json={**body, "stream": stream}, timeout=0.3)
+                time.sleep(0.2)
+                assert httpx.get(f"{address}/health").json()["waiting"] == 0
+            next(lines)
+    model.pause = 0.0
+
+
 def test_a_stream_that_is_cut_by_the_end_of_the_server_says_so(model: Slow, chatty) -> None:
     model.pause = 0.05
     engine = Engine(model, chatty, limits=LIMITS)
