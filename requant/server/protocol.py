@@ -51,6 +51,12 @@ HONOURED = frozenset(
         "top_p",
     ]
 )
+# field -> what to do where a completion has it
+ONLY_OF_CHAT = {
+    "max_completion_tokens": "give max_tokens",
+    "messages": "leave it out",
+    "top_logprobs": "give logprobs: 1 to 5",
+}
 IGNORED = frozenset(["metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"])
 
 
@@ -137,10 +143,9 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> Request:
         prompts = prompt
     else:
         raise ApiError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
-    if body.get("top_logprobs"):
-        raise ApiError(
-            "top_logprobs is a field of chat completions; give logprobs: 1 to 5.", param="top_logprobs"
-        )
+    for name, instead in ONLY_OF_CHAT.items():
+        if body.get(name):
+            raise ApiError(f"{name} is a field of chat completions; {instead}.", param=name)
     most = MAX_TOP_LOGPROBS["completion"]
     logprobs = None if body.get("logprobs") is None else _whole(body, "logprobs", 0, 0, most)
     return _request(body, prompts, limits, max_tokens=16, logprobs=logprobs)  # OpenAI's default
@@ -151,6 +156,8 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> Request:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message.", param="messages")
+    if body.get("prompt"):
+        raise ApiError("prompt is a field of completions; leave it out.", param="prompt")
     checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     most = body.get("max_completion_tokens")
     if most is not None:

@@ -50,6 +50,12 @@ from .harness import LIMITS, Slow, httpx, running  # noqa: E402
         ({"prompt": "a", "stream_options": 3}, "stream_options must be an object", "stream_options"),
         ({"prompt": "a", "logprobs": 6}, "logprobs is 6; it takes a whole number from 0 to 5", "logprobs"),
         ({"prompt": "a", "top_logprobs": 2}, "top_logprobs is a field of chat completions", "top_logprobs"),
+        (
+            {"prompt": "a", "max_completion_tokens": 2},
+            "is a field of chat completions; give max_tokens",
+            "max_completion_tokens",
+        ),
+        ({"prompt": "a", "messages": [{}]}, "messages is a field of chat completions", "messages"),
         ({"prompt": "a", "echo": True}, "echo is not supported", "echo"),
         ({"prompt": "a", "model": 3}, "model must be a string", "model"),
     ],
@@ -74,6 +80,14 @@ def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str
 def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages})
     assert answer.status_code == 400 and re.search(sentence, answer.json()["error"]["message"])
+
+
+def test_a_chat_takes_no_prompt(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert (
+        answer.status_code == 400 and "prompt is a field of completions" in answer.json()["error"]["message"]
+    )
 
 
 def test_a_length_that_was_not_asked_for_fits_the_context(url: str, chatty) -> None:
