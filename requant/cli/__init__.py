@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out, 130 i
 """
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -91,6 +92,8 @@ def main() -> None:
     """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
     # read when it is imported: five retries would be fifteen lines before the sentence that says what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without ± or é must not end a run that is done
+        sys.stdout.reconfigure(errors="backslashreplace")
     with noted_interrupts() as interrupts:
         _run(interrupts)
 

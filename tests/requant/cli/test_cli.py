@@ -258,6 +258,13 @@ def test_shipped_recipes_of_the_demo_run(cli, name: str, tmp_path: Path) -> None
     assert "warning" not in error
 
 
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    script = "from requant import cli; cli.app = lambda: print('0.15 \\xb1 \\u65e5'); cli.main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"0.15 \xb1 \\u65e5\n"
+
+
 ALLOCATOR = """
 import os, sys
 from requant import cli
