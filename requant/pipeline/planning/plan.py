@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from requant.allocation.budget import allocate_bits, has_budget, uniform
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
@@ -71,6 +72,7 @@ class Plan:
     comparison: str | None = None  # of a 2:4 run: the plain codes of as many bytes
 
     def lines(self) -> list[str]:
+        process = "GPU" if self.device == "cuda" else "process"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
         method = self.method if self.code is None else f"{self.method} ({self.code})"
         return [
@@ -83,10 +85,10 @@ class Plan:
             f"bytes           {self.bytes_before:,} -> {'' if self.tables is None else 'about '}{self.bytes_after:,}",
             *([] if self.tables is None else [f"  {self.tables}"]),
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB"
-            + (" a GPU" if self.gpus > 1 else "")
+            + (f" a {process}" if self.gpus > 1 else "")
             + self._lacking(),
             f"time            about {format_seconds(self.seconds)}"
-            + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
+            + (f" on {self.gpus} {'GPUs' if process == 'GPU' else 'processes'}" if self.gpus > 1 else ""),
             *([] if self.training is None else [f"training        {self.training}"]),
             *self._host_lines(),
             *([] if self.comparison is None else [f"compared with   {self.comparison}"]),
@@ -169,7 +171,7 @@ def make_plan(
         matrices=dict(Counter(target.kind for target in prepared.targets)),
         weights=weights,
         bits_per_weight=8 * matrices / weights,
-        bytes_before=bytes_before(prepared.model, prepared.source),
+        bytes_before=bytes_before(_original(prepared), prepared.source),
         bytes_after=bytes_after,
         whole_bits_per_weight=8 * bytes_after / _parameter_count(prepared),
         peak_memory=expected_memory(prepared, recipe, device),
@@ -207,11 +209,17 @@ def _file_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Alloca
     """The weight files with so many bytes of `matrices`: the original's as floats, less what quantizing saves."""
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
         return recipe.budget.size
-    as_floats = parameter_bytes(prepared.model) if prepared.source is None else float_bytes(prepared.source)
+    original = _original(prepared)
+    as_floats = parameter_bytes(original) if prepared.source is None else float_bytes(prepared.source)
     per_weight = as_floats / max(1, _parameter_count(prepared))
-    saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
+    saved = embedding_and_head_savings(original, prepared.source, recipe, allocation)
     replaced = sum(target.size for target in prepared.targets) * per_weight + saved
     return round(as_floats - replaced + matrices)
+
+
+def _original(prepared: Prepared | Outline) -> PreTrainedModel:
+    """The model whose bytes are those of the original, where there are no weight files to ask."""
+    return prepared.stored if isinstance(prepared, Outline) else prepared.model
 
 
 def _parameter_count(prepared: Prepared | Outline) -> int:

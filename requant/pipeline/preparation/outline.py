@@ -37,7 +37,8 @@ from requant.recipe.schema import Recipe
 class Outline:
     """A model's shape and how much text the recipe takes: all tensors are on the meta device."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel  # in the dtype that the run computes in
+    stored: PreTrainedModel  # the same, in the dtype of the weight files
     recipe: Recipe  # as the model limits and completes it
     folder: Path
     source: Path | None  # the same; None: it has no weight files
@@ -58,7 +59,9 @@ def outline(
     Raises RequantError.
     """
     folder = Path(resolve_source(model))
-    shapes = _shapes(str(folder), dtype=dtype)
+    stored = _shapes(str(folder), dtype="auto")
+    wanted = "float32" if dtype == "auto" and torch.device(device).type == "cpu" else dtype  # as it is loaded
+    shapes = stored if wanted == "auto" else _shapes(str(folder), dtype=wanted)
     recipe = within_positions(shapes.config, recipe)
     targets = recipe_targets(shapes, recipe, processes=gpus)
     hosted = _hosts_shapes(shapes, targets, recipe, device)
@@ -72,6 +75,7 @@ def outline(
     )
     return Outline(
         model=shapes,
+        stored=stored,
         recipe=recipe,
         folder=folder,
         source=folder if folder_bytes(folder) else None,

@@ -1,10 +1,12 @@
 """A plan is made from a configuration alone, and says what the run will do."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from requant.allocation.budget import allocate_bits
 from requant.pipeline.planning.memory import CHARACTER_BYTES_KEPT
@@ -52,6 +54,22 @@ def test_a_configuration_is_enough_for_a_plan(
     assert plan.peak_memory == expected.peak_memory - texts
     headers = expected.bytes_before - plan.bytes_before  # of the weight files
     assert plan.bytes_after == pytest.approx(expected.bytes_after - headers, abs=headers)
+
+
+def test_a_plan_from_the_configuration_computes_in_the_dtype_of_the_run(tiny_folder, tmp_path: Path) -> None:
+    """float32 on a CPU, where 16 bits may be fifty times slower; the original's bytes are those of its own dtype."""
+    config = json.loads((tiny_folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    recipe = recipe_of("gptq", mode="dense")
+    for device, computed in [("cpu", torch.float32), ("cuda", torch.bfloat16)]:
+        outlined = outline(str(tmp_path), recipe, device=device, gpus=2)
+        plan = make_plan(outlined, recipe, device=device)
+        parameters = list(outlined.model.parameters())
+        assert {each.dtype for each in parameters} == {computed}
+        assert plan.bytes_before == 2 * sum(each.numel() for each in parameters) > plan.bytes_after
+        unit, units = ("process", "processes") if device == "cpu" else ("GPU", "GPUs")
+        text = "\n".join(dataclasses.replace(plan, gpus=2, device_memory=1 << 40).lines())
+        assert f" GiB a {unit}\n" in text and f" on 2 {units}" in text
 
 
 def test_tables_that_the_run_will_choose_for_get_usual_bits(tiny_folder, tmp_path: Path) -> None:
