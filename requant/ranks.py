@@ -9,6 +9,7 @@ In a single process, which is the default, every function here is a plain loop o
 safetensors and JSON through gloo on the CPU; activations and gradients by NCCL on GPUs. Nothing is pickled.
 """
 
+import hashlib
 import importlib
 import json
 import os
@@ -44,6 +45,7 @@ class _Owned(Protocol):
 
 OwnedT = TypeVar("OwnedT", bound=_Owned)
 _store: dist.Store | None = None  # of the run; None: alone
+_said: list[str] = []  # by the first rank, before it met the others
 
 
 @contextmanager
@@ -115,6 +117,8 @@ def _met() -> dist.Store:
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
     if is_first():
+        for message in _said:
+            store.add(_key_of(message), 1)
         store.set(ACCEPTED, "")
     else:
         store.wait([ACCEPTED], SLOWEST_STAGE)
@@ -126,6 +130,21 @@ def _first_to_fail() -> bool:
         return _store is None or _store.add("requant/failed", 1) == 1
     except RuntimeError:  # whoever held the store is gone
         return True
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other rank has said this already; what ranks find alike, such as a warning of the recipe, is said once."""
+    if _store is None:
+        _said.append(message)
+        return True
+    try:
+        return _store.add(_key_of(message), 1) == 1
+    except RuntimeError:  # whoever held the store is gone
+        return True
+
+
+def _key_of(message: str) -> str:
+    return f"requant/said/{hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
 
 
 def rank() -> int:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from requant.errors import InputError, OutputError
+from requant.processes import is_first, started
 
 IMPORTED_AT_ONCE = 100_000  # objects, between two collections of garbage
 
@@ -130,16 +131,25 @@ def next_commands(folder: Path, target: str | None = None) -> str:
 
 
 class FirstOfItsKind(logging.Filter):
-    """Lets a warning through once: the runs of a sweep read the same texts, and find the same to say of them."""
+    """Lets a warning through once: the runs of a sweep read the same texts, and find the same to say of them.
+
+    So do the processes of a run, of which only the first says what is no warning.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return is_first()
         message = record.getMessage()
-        new = record.levelno < logging.WARNING or message not in self.said
+        new = message not in self.said
         self.said.add(message)
+        if new and started() > 1:
+            from requant import ranks  # imports torch
+
+            return ranks.first_to_say(message)
         return new
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from requant.errors import InputError, RequantError
-from requant.processes import STORE, started
+from requant.processes import STORE, is_first, started
 
 RESUMES = "`requant quantize --resume`, with any number of GPUs, continues where it stopped."
 BETWEEN_LOOKS = 0.05  # seconds
@@ -33,7 +33,7 @@ def ran_on(gpus: int | None, device: str) -> bool:
     InputError for one that this process can refuse, SystemExit with the code of the process that failed.
     """
     if started() > 1:
-        if gpus not in (None, started()):
+        if gpus not in (None, started()) and is_first():  # the others wait for it
             raise InputError(f"--gpus {gpus} in one of {started()} processes of torchrun; leave --gpus out.")
         return False
     if gpus in (None, 1):

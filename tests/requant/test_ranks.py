@@ -149,6 +149,36 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
     assert objects == [1, 0, 2]
 
 
+WARNINGS = """
+import logging, sys
+from requant import ranks
+from requant.cli.common import log_to_stderr
+from requant.processes import is_first
+
+log_to_stderr(verbose=True)
+logging.getLogger().handlers[0].setStream(sys.__stdout__)
+logger = logging.getLogger("requant.here")
+if is_first():
+    logger.warning("of the recipe")
+with ranks.joined("cpu"):
+    if not is_first():
+        logger.warning("of the recipe")
+    logger.warning("of all")
+    logger.info("a stage")
+    if ranks.rank() == 1:
+        logger.warning("of one")
+    ranks.merged([])
+logger.warning("at the end") if is_first() else None
+"""
+
+
+def test_what_several_processes_find_alike_is_said_once(in_processes) -> None:
+    lines = [out.splitlines() for out in in_processes(WARNINGS, 3)]
+    said = ["a stage", "at the end", "of all", "of one", "of the recipe"]
+    assert sorted(line for each in lines for line in each) == [f"requant: {each}" for each in said]
+    assert {"requant: a stage", "requant: of the recipe"} < set(lines[0]) and "requant: of one" in lines[1]
+
+
 def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a dtype is given, which their sums are rounded to."""
     given: list[int] = []

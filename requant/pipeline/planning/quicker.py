@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
+from requant import ranks
 from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
 from requant.pipeline.planning.schedule import expected_seconds
@@ -22,7 +23,9 @@ QUICKER_METHOD = "lut"
 
 def warn_of_a_slow_run(prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
     """Warn of a run on a CPU that takes more than SLOW_RUN seconds."""
-    seconds = expected_seconds(prepared, recipe, device) if device == "cpu" else 0.0
+    if device != "cpu" or ranks.rank() > 0:  # each measures a time of its own
+        return
+    seconds = expected_seconds(prepared, recipe, device)
     if seconds <= SLOW_RUN:
         return
     found = quicker(prepared, recipe, limit=seconds / 2)

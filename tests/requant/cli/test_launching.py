@@ -25,6 +25,13 @@ def test_gpus_that_cannot_be_had(cli, monkeypatch: pytest.MonkeyPatch, tmp_path:
     launching.check_gpus(2, "cpu", gpus=2, asked="cpu")
     launching.check_gpus(1, "cpu", gpus=1, asked="auto")
     launching.check_gpus(2, "cpu", asked="auto")  # of torchrun
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match=r"^--gpus 3 in one of 2 processes of torchrun"):
+        launching.ran_on(3, "cpu")
+    monkeypatch.setenv("RANK", "1")
+    assert not launching.ran_on(3, "cpu")  # the first says so
+    monkeypatch.delenv("WORLD_SIZE")
     command = ["quantize", "--bits", "3", "--gpus", "2", "--output", tmp_path / "out"]
     assert "give --device cuda, or CUDA_VISIBLE_DEVICES" in cli(*command, "--device", "cuda:0")[2]
 

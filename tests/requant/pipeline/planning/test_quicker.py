@@ -59,6 +59,9 @@ def test_a_long_run_is_warned_of_once_and_a_gpu_is_not(
     prepared = prepare(recipe.model, recipe)
     caplog.clear()
     warn_of_a_slow_run(prepared, recipe, "cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr("requant.ranks.rank", lambda: 1)  # the first says so
+        warn_of_a_slow_run(prepared, recipe, "cpu")
     assert not caplog.text
     warn_of_a_slow_run(prepared, recipe, "cpu")
     assert "on this CPU; quicker: --finetune-steps 0 (about " in caplog.text
