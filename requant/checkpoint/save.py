@@ -196,7 +196,7 @@ def _plain_tensors(
     from requant.models.loading import disk_name  # late: transformers may be importing this package
 
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = _ties(model)
     quantized = {f"{name}.weight" for name in (*modules, *embedding_and_head)}
     quantized |= {
         name for name, source in tied.items() if source.removesuffix(".weight") in embedding_and_head
@@ -240,9 +240,11 @@ def _config(
     config = _without_code(config)
     # DeepSeek-V4 says beside its quantization_config that experts have 4 bits
     config.pop("expert_dtype", None)
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
-        config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
+    tied = _ties(model)
+    # a quantized head no longer shares the embedding's memory
+    untied = any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair)
+    if untied or _is_tied_by_config_alone(model, tied):
+        config["tie_word_embeddings"] = False
     rotation = rotation_of(model)
     config["quantization_config"] = {
         "quant_method": "requant",
@@ -259,6 +261,29 @@ def _config(
             name: spec.to_json() for name, spec in embedding_and_head.items()
         }
     return config
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """The tensors that the model ties to others, without those that are tensors of their own all the same."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if tied else {}
+    return {
+        name: source
+        for name, source in tied.items()
+        if parameters.get(name) is parameters.get(source) or not {name, source} <= parameters.keys()
+    }
+
+
+def _is_tied_by_config_alone(model: Any, tied: Collection[str]) -> bool:
+    """Whether the configuration ties a head that has weights of its own: transformers leaves a head apart whose weights in
+    the files differ from the embedding's, whatever config.json says."""
+    from requant.models.targets import embedding_and_head_modules  # late, as above
+
+    if not hasattr(model, "get_expanded_tied_weights_keys") or model.get_output_embeddings() is None:
+        return False
+    _, (head, _) = embedding_and_head_modules(model)
+    by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return f"{head}.weight" in by_config and f"{head}.weight" not in tied
 
 
 def has_token_tables(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
 
 from ...architectures import whole_runs
-from .embeddings import IDS, logits
+from .embeddings import IDS, logits, recipe_of
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 
@@ -78,6 +79,23 @@ def test_one_of_two_may_stay(make) -> None:
         result, path = make("llama", **{part: 6})
         assert list(read_header(path).embedding_and_head) == [kind]
         assert torch.equal(logits(requant.load(path)), logits(result.model))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_head_of_its_own_beside_a_configuration_that_ties_it(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, bits: int
+) -> None:
+    """transformers keeps both tensors of such files, whatever config.json says; so does a checkpoint."""
+    source = shutil.copytree(tiny_folder("llama"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    recipe = recipe_of(head_bits=bits, embedding_bits=bits)
+    result = requant.quantize(str(source), recipe, tiny_text_file)
+    path = requant.save(result, tmp_path / "checkpoint")
+    assert read_header(path).config["tie_word_embeddings"] is False
+    expected = logits(result.model)
+    assert torch.equal(logits(requant.load(path)), expected)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path)), expected)
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
