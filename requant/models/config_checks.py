@@ -9,6 +9,7 @@ from requant.errors import ModelError
 from requant.files import parse_json, read_small_file
 
 MOST_BLOCKS = 10_000  # the deepest models have some hundred
+OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 def check_depth(path: str, config: Any) -> None:
@@ -29,6 +30,24 @@ def check_dtype(path: str, config: Any) -> None:
         raise ModelError(
             f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes); if its weights in "
             "float8 need no scales, write bfloat16 there."
+        )
+
+
+def check_causal(path: str, config: Any) -> None:
+    """Raise ModelError for a model that AutoModelForCausalLM may load although it is none: half of an encoder-decoder model,
+    an encoder, whose every position sees the whole text, or a model with a head for another task."""
+    named = config.architectures if isinstance(config.architectures, list) else []
+    names = [name for name in named if isinstance(name, str)]
+    what = None
+    if getattr(config, "is_encoder_decoder", False):
+        what = "is an encoder-decoder model"
+    elif any(name.endswith("ForMaskedLM") for name in names):
+        what = "is an encoder, which reads text in both directions"
+    elif any(name.endswith(OTHER_TASKS) for name in names):
+        what = "has a head for another task than to predict tokens"
+    if what is not None:
+        raise ModelError(
+            f"{path} {what} ({', '.join(names) or config.model_type}); requant quantizes decoder-only causal LMs."
         )
 
 

@@ -29,7 +29,13 @@ from requant.errors import (
 )
 from requant.files import but_in_it, check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
-from requant.models.config_checks import check_depth, check_dtype, check_end_tokens, check_quantization_config
+from requant.models.config_checks import (
+    check_causal,
+    check_depth,
+    check_dtype,
+    check_end_tokens,
+    check_quantization_config,
+)
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.named_outputs import with_named_outputs
 from requant.models.prequantized import (
@@ -168,6 +174,7 @@ def check_loadable(path: str, *, dtype: str) -> Any:
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     config = load_config(path)
+    check_causal(path, config)
     if _is_prequantized(config):
         check_stored(path, config.quantization_config)
     else:

@@ -136,6 +136,20 @@ def test_no_blocks_and_endless_blocks_are_refused(copy: Path, depth: int) -> Non
         load_config(str(copy))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("is_encoder_decoder", True, "is an encoder-decoder model"),
+        ("architectures", ["LlamaForMaskedLM"], "is an encoder, which reads text in both directions"),
+        ("architectures", ["LlamaForSequenceClassification"], "has a head for another task"),
+    ],
+)
+def test_what_is_no_causal_model_is_refused(copy: Path, key: str, value: object, what: str) -> None:
+    set_key(copy / "config.json", key, value)
+    with pytest.raises(ModelError, match=f"{what}.*; requant quantizes decoder-only causal LMs"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
 def test_other_shapes_are_named(copy: Path) -> None:
     """transformers refers to a report that is not shown, and to an argument that makes weights up."""
     width = json.loads((copy / "config.json").read_text())["intermediate_size"]
