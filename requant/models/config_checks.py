@@ -5,9 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from requant.errors import ModelError
 from requant.files import parse_json, read_small_file
 
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+_CHOICES = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
 MOST_BLOCKS = 10_000  # the deepest models have some hundred
 OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
@@ -23,13 +27,16 @@ def check_depth(path: str, config: Any) -> None:
 
 
 def check_dtype(path: str, config: Any) -> None:
-    """Raise ModelError for a model of floats whose `dtype` is float8, in which neither its layers nor a checkpoint's can be
-    built."""
+    """Raise ModelError for a model of floats whose `dtype` is float8 or no float, in which neither its layers nor a
+    checkpoint's can be built."""
     name = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
-    if name.startswith("float8"):
+    if name not in ("None", *FLOATS):
+        remedy = "; if its weights in float8 need no scales, write bfloat16 there." * name.startswith(
+            "float8"
+        )
         raise ModelError(
-            f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes); if its weights in "
-            "float8 need no scales, write bfloat16 there."
+            f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes)"
+            + (remedy or f"; write {_CHOICES} there, whichever its weights have.")
         )
 
 
@@ -67,11 +74,21 @@ def check_end_tokens(folder: Path) -> None:
         )
 
 
-def check_quantization_config(path: str) -> None:
-    """Raise ModelError for a quantization_config that is not a mapping, at which transformers stumbles."""
+def check_config_json(path: str) -> None:
+    """Raise ModelError for what transformers stumbles at: a quantization_config that is not a mapping, a dtype that it does
+    not know."""
     with suppress(OSError, ValueError, RecursionError):
         config = json.loads(read_small_file(Path(path) / "config.json"))
-        if isinstance(config, dict) and not isinstance(config.get("quantization_config", {}), dict):
+        if not isinstance(config, dict):
+            return
+        if not isinstance(config.get("quantization_config", {}), dict):
             raise ModelError(
                 f"{path} cannot be loaded (quantization_config in config.json is not a mapping); download the model again."
             )
+        for part in (config, config.get("text_config")):
+            dtype = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
+            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ModelError(
+                    f"{path} cannot be loaded (dtype in config.json is {dtype}); write {_CHOICES} there, "
+                    "whichever its weights have."
+                )

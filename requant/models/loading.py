@@ -31,10 +31,10 @@ from requant.files import but_in_it, check_model_folder, parse_json, read_small_
 from requant.models.aliases import ALIASES
 from requant.models.config_checks import (
     check_causal,
+    check_config_json,
     check_depth,
     check_dtype,
     check_end_tokens,
-    check_quantization_config,
 )
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.named_outputs import with_named_outputs
@@ -246,7 +246,7 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
-        check_quantization_config(path)
+        check_config_json(path)
         if isinstance(error, SafetensorError):
             _check_headers(path)
         # transformers' words for other shapes, which help nobody

@@ -150,6 +150,20 @@ def test_what_is_no_causal_model_is_refused(copy: Path, key: str, value: object,
         load_model(str(copy), device="cpu", dtype="auto")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        ("auto", "write bfloat16, float16, float32 or float64 there"),
+        ("torch.bfloat16", "write bfloat16, "),
+        ("int8", "in which no model computes.*; write bfloat16, "),
+    ],
+)
+def test_a_dtype_that_is_no_float_is_refused(copy: Path, dtype: str, remedy: str) -> None:
+    set_key(copy / "config.json", "dtype", dtype)
+    with pytest.raises(ModelError, match=f"dtype in config.json is {dtype}.*{remedy}"):
+        load_model(str(copy), device="cpu", dtype="auto")
+
+
 def test_other_shapes_are_named(copy: Path) -> None:
     """transformers refers to a report that is not shown, and to an argument that makes weights up."""
     width = json.loads((copy / "config.json").read_text())["intermediate_size"]
