@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,11 @@ def modules(folder: str) -> list[Path]:
     return [path for path in files(".py") if path.is_relative_to(ROOT / folder)]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("path", modules("requant") + modules("kernels") + modules("eval"), ids=str)
 def test_modules_say_what_they_are(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
@@ -112,7 +118,7 @@ def test_imports_run_downward() -> None:
         importer = path.relative_to(ROOT / "requant").parts[0].removesuffix(".py")
         if importer in ("__init__", "__main__"):
             continue
-        for name in requant_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in requant_imports(parsed(path)):
             imported = name.split(".")[1] if "." in name else ""
             # `import requant` and its version are for everyone; every other name of it would be an import upward
             if imported in ("", "__version__"):
@@ -134,7 +140,7 @@ def test_readme_names_the_folders_in_this_order() -> None:
 def defined_names(path: Path) -> set[str]:
     """What a module defines itself, at any depth."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -151,7 +157,7 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
     }
     passed_on = []
     for path in [*modules("requant"), *modules("eval"), *modules("tests")]:
-        for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module in defined:
                 names = {alias.name for alias in node.names} - defined[node.module]
                 passed_on += [f"{path.relative_to(ROOT)}: {name} of {node.module}" for name in sorted(names)]
@@ -164,7 +170,7 @@ def test_imports_run_downward_within_the_pipeline() -> None:
     upward, found = [], set()
     for path in modules("requant/pipeline"):
         importer = path.parent.name
-        for name in requant_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in requant_imports(parsed(path)):
             if not name.startswith("requant.pipeline."):
                 continue
             imported = name.split(".")[2] if name.split(".")[2] in order else "pipeline"
@@ -176,16 +182,14 @@ def test_imports_run_downward_within_the_pipeline() -> None:
 
 def test_kernels_lie_below_requant() -> None:
     """They and their benchmarks can be used without the rest; `eval/` measures both together."""
-    imports = {
-        path: requant_imports(ast.parse(path.read_text(encoding="utf-8"))) for path in modules("kernels")
-    }
+    imports = {path: requant_imports(parsed(path)) for path in modules("kernels")}
     assert {path: names for path, names in imports.items() if names} == {}
 
 
 @pytest.mark.parametrize("path", modules("kernels"), ids=str)
 def test_kernels_stay_readable(path: Path) -> None:
     """At most 25 parameters and 120 lines a function."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef):
             given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             assert len(given) <= 25, f"{node.name} has {len(given)} parameters"

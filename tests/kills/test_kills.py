@@ -21,7 +21,7 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Recovery
 from requant.recipe.yaml_files import dump_recipe
 
-CASES, SLOW_CASES = 2, 50
+CASES, SLOW_CASES = 1, 50
 MOST_KILLS = 3
 COMMAND = """
 import sys

@@ -113,8 +113,11 @@ def test_a_device_of_torch_is_a_device() -> None:
     assert pick_device(torch.device("cpu")) == "cpu"
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-@pytest.mark.parametrize("call", [requant.quantize, requant.score], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    ("call", "mode"),
+    [(requant.quantize, torch.no_grad), (requant.score, torch.inference_mode)],
+    ids=lambda given: given.__name__,
+)
 def test_gradients_that_the_caller_turned_off_are_there(
     call: Callable[..., Any], mode: Callable[[], Any], tiny_folder, tiny_text_file: Path
 ) -> None:

@@ -47,7 +47,7 @@ def test_the_predicted_loss_is_that_of_the_codes_on_a_grid(run, bits: int) -> No
     assert losses[bits] == pytest.approx(loss, rel=0.25) and losses[16] == 0
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4.25, 6])
+@pytest.mark.parametrize("bits", [2, 4.25, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (3, 6))])
 def test_the_predicted_loss_is_that_of_the_codes_in_a_trellis(run, bits: float) -> None:
     weight, use = table(
         d=128

@@ -46,7 +46,10 @@ def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, metho
     assert load_recipe("out/recipe.yaml").budget.bits == float(bits)
 
 
-@pytest.mark.parametrize(("name", "share"), [("llama", 0.5), ("llama-tied", 0.35), ("gpt2", 0.35)])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("llama", 0.5), ("llama-tied", 0.35), pytest.param("gpt2", 0.35, marks=pytest.mark.slow)],
+)
 def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name: str, share: float) -> None:
     size = round(share * folder_bytes(tiny_folder(name)))
     code, out, error = cli(

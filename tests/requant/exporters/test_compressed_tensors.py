@@ -48,7 +48,7 @@ def _bits(words: torch.Tensor, count: int, bits: int) -> list[int]:
     return [stream >> index * bits & (1 << bits) - 1 for index in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bits", "group_size", "symmetric"),
     [(4, 32, True), (3, 64, True), (8, -1, True), (4, 32, False), (2, 16, False), (7, 64, False)],

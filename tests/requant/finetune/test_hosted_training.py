@@ -63,7 +63,7 @@ def digests(folder: Path) -> dict[str, str]:
         pytest.param("llama", "trellis", "bfloat16", {}, marks=pytest.mark.slow),
         ("gpt2", "gptq", "auto", {"budget": Budget(bits=4.5, head_bits=4.0)}),
         ("llama-tied", "rtn", "auto", {"budget": Budget(bits=4.5), "skip": ("down_proj",)}),
-        ("qwen3-moe", "lut", "auto", {"mode": "dense"}),
+        pytest.param("qwen3-moe", "lut", "auto", {"mode": "dense"}, marks=pytest.mark.slow),
         pytest.param("gemma3", "kmeans", "bfloat16", {}, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", "trellis", "bfloat16", {}, marks=pytest.mark.slow),
     ],

@@ -21,9 +21,8 @@ from requant.inference.quant_linear import QuantLinear
 @pytest.mark.parametrize(
     "kind",
     [
-        "qwen2",
         "ends",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "fine", "ends float16")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "fine", "ends float16")),
     ],
 )
 def test_with_the_assembly_emulated(interpreted, kind: str) -> None:

@@ -68,9 +68,10 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        (
+        pytest.param(
             "nemotron-h",
             {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
+            marks=pytest.mark.slow,
         ),
         (
             "deepseek-v32",
@@ -86,7 +87,7 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
             },
         ),
         ("llama4", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        (
+        pytest.param(
             "qwen3.5-moe",
             {
                 "in_proj_qkv",
@@ -100,6 +101,7 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
                 "o_proj",
             }
             | {"gate_proj", "up_proj", "down_proj"},
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -31,7 +31,7 @@ def layers(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_dequantized_weights(make_checkpoint, name: str, dtype: torch.dtype) -> None:
     path, plain = make_checkpoint(name, dtype=dtype)
     expected = logits(plain)

@@ -165,7 +165,7 @@ def test_states_of_the_original_are_counted_where_they_are_computed(tiny_folder,
     }
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_blocks_whose_graphs_fit_the_gpu_run_once(tmp_path: Path, monkeypatch, gpus: int) -> None:
     """As many as fit in 85 % of it: more on two GPUs, which divide tokens and what learns, and on a larger one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -64,15 +64,16 @@ QUANTIZED_INPUTS = Calibration(num_samples=7, seq_len=32, inputs="quantized")
 RUNS = (  # the slow ones last
     ("llama", "lut", "auto", {}),
     ("gemma3", "gptq", "auto", {}),
-    ("llama", "rtn", "bfloat16", {"budget": Budget(bits=4.5, predictor="pqi")}),
+    ("qwen3-moe", "gptq", "auto", {"calibration": QUANTIZED_INPUTS}),
     ("llama-tied", "gptq", "auto", {"budget": Budget(bits=4.5)}),
-    *((name, "gptq", "auto", {"calibration": QUANTIZED_INPUTS}) for name in ("gpt2", "qwen3-moe")),
+    ("llama", "rtn", "bfloat16", {"budget": Budget(bits=4.5, predictor="pqi")}),
+    ("gpt2", "gptq", "auto", {"calibration": QUANTIZED_INPUTS}),
     ("llama", "trellis", "auto", {"mode": "best"}),
     # families that a method above has, and methods that a family above has
     *((name, "lut", "auto", {}) for name in FAMILIES if name != "llama"),
     ("qwen3-moe", "trellis", "bfloat16", {"mode": "best"}),
 )
-QUICK = 7
+QUICK = 4
 
 
 @pytest.mark.parametrize(
