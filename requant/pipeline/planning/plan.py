@@ -35,6 +35,7 @@ from requant.pipeline.preparation.hosting import HOSTED
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared, start
 from requant.pipeline.preparation.shape_bytes import bytes_before, parameter_bytes
+from requant.pipeline.preparation.texts import names_of_texts
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.rounds import rounds_of
@@ -237,13 +238,10 @@ def _widths(targets: Sequence[QuantTarget], allocation: Allocation) -> dict[str,
 
 
 def _text_names(prepared: Prepared | Outline, recipe: Recipe) -> tuple[str, str]:
-    """Names of the texts for calibration and evaluation; an outline has them as they were given, and looks nothing up."""
+    """Names of the texts for calibration and evaluation; an outline looks nothing up."""
     if isinstance(prepared, Prepared):
         return prepared.calibration.name, prepared.evaluation.name
-    calibration, evaluation = (
-        ", ".join(given) or "the usual text" for given in (recipe.calibration.text, recipe.evaluation.text)
-    )
-    return calibration, evaluation
+    return names_of_texts(prepared.folder, recipe)
 
 
 def _windows(windows: Int64[Tensor, "b t"]) -> str:

@@ -23,6 +23,7 @@ from requant.text.windows import (
     token_windows,
 )
 
+HELD_OUT = " (last tenth, held out)"
 READ = 1 << 26  # bytes of text files that are read to count what they hold
 
 
@@ -54,6 +55,17 @@ def evaluation_text(source: Path | None, recipe: Recipe) -> Text | None:
     if recipe.calibration.text and source != DEMO:
         return None
     return _usual_text("demo-eval" if source == DEMO else f"{WIKITEXT}:test", recipe.evaluation.field)
+
+
+def names_of_texts(source: Path, recipe: Recipe) -> tuple[str, str]:
+    """Which texts these will be, for calibration and for evaluation, for a plan that reads none."""
+    usual = ("demo", "demo-eval") if source == DEMO else (f"{WIKITEXT}:train", f"{WIKITEXT}:test")
+    calibration, evaluation = (
+        ", ".join(given) for given in (recipe.calibration.text, recipe.evaluation.text)
+    )
+    if calibration and not evaluation and source != DEMO:
+        evaluation = f"{calibration}{HELD_OUT}"
+    return calibration or usual[0], evaluation or usual[1]
 
 
 def windows_there(folder: Path, recipe: Recipe) -> tuple[float, float]:
@@ -100,7 +112,7 @@ def held_out_tenth(whole: Text) -> tuple[Text, Text]:
     cut = len(whole.text) * 9 // 10
     return (
         Text.from_documents(whole.name, [whole.text[:cut]]),
-        Text.from_documents(f"{whole.name} (last tenth, held out)", [whole.text[cut:]]),
+        Text.from_documents(f"{whole.name}{HELD_OUT}", [whole.text[cut:]]),
     )
 
 

@@ -115,3 +115,19 @@ def test_a_plan_counts_no_tokens_of_experts(tiny_folder, tiny_text_file: Path, m
     assert len(run.routed_tokens) > 0
     monkeypatch.setattr("requant.pipeline.preparation.prepare.routed_tokens", None)
     assert make_plan(prepared, recipe).allocation == allocate_bits(run)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_plan_from_the_configuration_names_the_texts_of_the_run(
+    tiny_folder, tiny_text_file: Path, scored: bool
+) -> None:
+    """Without a text to score, the end of the other is held out."""
+    recipe = on_text(recipe_of("rtn"), tiny_text_file)
+    evaluation = (str(tiny_text_file),) if scored else ()
+    recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, text=evaluation))
+    source = tiny_folder("llama")
+    from_shapes = make_plan(outline(source, recipe, dtype="float32", device="cpu"), recipe, device="cpu")
+    plan = make_plan(prepare(str(source), recipe), recipe)
+    assert from_shapes.calibration.endswith(plan.calibration)  # a path, of which the run says the name
+    assert from_shapes.scored_on.endswith(plan.scored_on)
+    assert ("held out" in from_shapes.scored_on) is not scored
