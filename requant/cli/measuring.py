@@ -139,7 +139,9 @@ def _batches(text: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--batch {text} is not a list of whole numbers; give, for instance, 1,8,64.")
+        raise InputError(
+            f"--batch {text} is not a list of whole numbers from 1 on; give, for instance, 1,8,64."
+        )
     return [int(part) for part in parts]
 
 

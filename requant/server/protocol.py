@@ -299,6 +299,9 @@ def _schema(wanted: Any) -> Mapping[str, Any] | None:
 def _message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ApiError(f"{where} must be an object with a role and a content.", param=where)
+    for name in ("tool_calls", "function_call"):
+        if message.get(name):
+            raise ApiError(f"{where}.{name} is not supported; this model reads text only.", param=where)
     content = message.get("content")
     if isinstance(content, list):  # parts; only text can be read
         if not all(

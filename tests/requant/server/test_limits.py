@@ -75,6 +75,10 @@ def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str
         (["hi"], r"messages\[0\] must be an object with a role"),
         ([{"role": "user"}], r"messages\[0\].content must be a string"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is not text"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}],
+            r"messages\[0\].tool_calls is not supported",
+        ),
     ],
 )
 def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
