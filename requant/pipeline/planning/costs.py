@@ -53,6 +53,7 @@ from requant.pipeline.planning.workload import (
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared
 from requant.pipeline.preparation.shape_bytes import hosted_bytes, parameter_bytes
+from requant.processes import started
 from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.decoded_once import keeps_floats
@@ -67,9 +68,10 @@ class Costs:
     def __init__(self, prepared: Prepared | Outline, recipe: Recipe, device: str) -> None:
         self.prepared, self.recipe, self.device = prepared, recipe, device
         self.parameters = sum(p.numel() for p in prepared.model.parameters())
-        self.product_rate = product_rate(next(prepared.model.parameters()).dtype, device) * count_gpus(
-            prepared
-        )
+        # processes that are still to start will share the cores that this one has measured
+        sharing = count_gpus(prepared) if device == "cpu" and started() == 1 else 1
+        self.product_rate = product_rate(next(prepared.model.parameters()).dtype, device)
+        self.product_rate *= count_gpus(prepared) / sharing
         self.rate = self.product_rate * FRACTION_OF_PEAK[device]
         if device == "cuda":
             width = prepared.model.get_input_embeddings().get_parameter("weight").shape[1]
@@ -78,7 +80,7 @@ class Costs:
         self.compiled = device == "cuda" and recipe.finetune.num_steps >= MIN_STEPS_TO_COMPILE
         self.method, self.nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
         self.windows, self.steps = prepared.windows.numel(), recipe.finetune.num_steps
-        self.threads = torch.get_num_threads() if device == "cpu" else 1
+        self.threads = torch.get_num_threads() / sharing if device == "cpu" else 1  # of a process
         # to the GPU, in a pass over the blocks
         self.brought = hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
         self.parallel = recipe.calibration.inputs == "original"  # not with earlier matrices quantized

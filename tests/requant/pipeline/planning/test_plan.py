@@ -131,3 +131,17 @@ def test_a_plan_from_the_configuration_names_the_texts_of_the_run(
     assert from_shapes.calibration.endswith(plan.calibration)  # a path, of which the run says the name
     assert from_shapes.scored_on.endswith(plan.scored_on)
     assert ("held out" in from_shapes.scored_on) is not scored
+
+
+@pytest.mark.parametrize("method", ["rtn", "trellis"])
+def test_processes_of_one_cpu_share_its_cores(tiny_folder, monkeypatch, method: str) -> None:
+    """So two take as long as one, and not half, but for what only one can do."""
+    monkeypatch.setattr("requant.pipeline.planning.costs.product_rate", lambda dtype, device: 1e11)
+    recipe = recipe_of(method, mode="dense")
+    one, two = (
+        make_plan(
+            outline(tiny_folder("llama"), recipe, device="cpu", gpus=gpus), recipe, device="cpu"
+        ).seconds
+        for gpus in (1, 2)
+    )
+    assert 0.9 * one < two < 1.3 * one
