@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
+from requant.errors import RecipeError
 from requant.formats.codebook import Codebook
 from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
@@ -58,6 +59,8 @@ class LutConfig:
         check_level_bits(self.level_bits)
         check_outlier_fraction(self.outlier_fraction)
         check_fraction("damp", self.damp)
+        if self.rounds < 0:
+            raise RecipeError(f"rounds is {self.rounds}, but it takes 0 or more: choose 8.")
 
 
 def quantize(

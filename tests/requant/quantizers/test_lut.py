@@ -96,6 +96,8 @@ def test_detached_places_are_refitted_with_the_others(layer):
 def test_options_are_checked():
     with pytest.raises(RecipeError, match="bits is 1"):
         LutConfig(bits=1)
+    with pytest.raises(RecipeError, match="rounds is -1, but it takes 0 or more"):
+        LutConfig(rounds=-1)
     assert dataclasses.asdict(LutConfig()) == {
         "bits": 4,
         "level_bits": 8,
