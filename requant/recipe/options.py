@@ -325,6 +325,11 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
                 f"--module {text} has a value that cannot be read ({first_line(error)}); give numbers, words, true or "
                 "false, as in '*.down_proj:bits=4,group_size=64'."
             ) from error
+        if pattern in found and pattern != next(reversed(found)):
+            raise RecipeError(
+                f"--module '{pattern}' is given twice with another pattern in between, and the last one wins where several "
+                f"match; give it once, like '{pattern}:bits=4,group_size=64', before those that are to override it."
+            )
         found.setdefault(pattern, {}).update(values)
     return found
 

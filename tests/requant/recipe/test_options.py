@@ -383,11 +383,11 @@ def test_modules_as_words_or_as_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["down_proj", "down_proj:", ":bits=4", "a:bits", "a:=4", "a:bits=4,", "a:bits=[1"]
+    "text", ["a", "a:", ":bits=4", "a:bits", "a:=4", "a:b=4,", "a:bits=[1", "*:bits=2 a:bits=4 *:bits=3"]
 )
 def test_what_is_no_module(text: str) -> None:
     with pytest.raises(RecipeError, match="--module"):
-        recipe_from_options(code_bits=3, method="gptq", modules=[text])
+        recipe_from_options(code_bits=3, method="gptq", modules=text.split())
 
 
 def test_programs_that_read_one_width_refuse_modules() -> None:
