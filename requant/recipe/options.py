@@ -18,7 +18,7 @@ from requant.models.aliases import ALIASES
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe, trellis_code
 from requant.recipe.readers import check_reader, settings_for
-from requant.recipe.schema import Mode, Recipe
+from requant.recipe.schema import Mode, Recipe, Recovery
 from requant.recipe.shipped import available_recipes
 from requant.recipe.sizes import UNITS, bits_name, parse_bits, parse_size
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
@@ -155,12 +155,12 @@ def sparsify_recipe(
         base["quantizer"]["bits"] = bits
     if recover is not None:
         base["recovery"]["method"] = recover
-    made = recipe_from_options(base, model=model, **options)
-    if recover not in (None, "fixed") and not made.finetune.trains:
+    steps = options.get("finetune_steps")
+    if recover not in (None, "fixed") and (base["finetune"]["steps"] if steps is None else steps) == 0:
         raise RecipeError(
             f"--recover {recover} changes nothing without training; leave it out, or give --finetune-steps 1 or more."
         )
-    return made
+    return recipe_from_options(base, model=model, **options)
 
 
 def _check_names(given: Mapping[str, Any], model: str | None) -> None:
@@ -285,7 +285,8 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
 
 
 def _check_training(chosen: Recipe) -> None:
-    """Warn of a weight of losses that nothing uses; raise RecipeError for own windows where nothing is trained."""
+    """Warn of a weight of losses and of recovery that nothing uses; raise RecipeError for own windows where nothing is
+    trained."""
     budget = chosen.budget
     if budget.first_round_weight is not None and not (
         chosen.trains_in_rounds and (budget.bits or budget.size)
@@ -293,6 +294,11 @@ def _check_training(chosen: Recipe) -> None:
         logger.warning(
             "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains in rounds, "
             "under --bits or --size."
+        )
+    if chosen.recovery != Recovery() and not chosen.finetune.trains:
+        logger.warning(
+            "recovery changes nothing here: it says how the pruned model is trained, and finetune.steps is 0; give "
+            "--finetune-steps 1 or more."
         )
     if chosen.finetune.own_windows and not chosen.finetune.trains:
         raise RecipeError(

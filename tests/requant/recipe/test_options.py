@@ -27,11 +27,15 @@ def test_neither_bits_nor_recipe() -> None:
         options(model="demo")
 
 
-def test_recovery_without_training_is_refused() -> None:
+def test_recovery_without_training_is_refused(caplog) -> None:
     with pytest.raises(RecipeError, match="--recover ast changes nothing without training"):
         sparsify_recipe(recover="ast", finetune_steps=0)
     assert sparsify_recipe(recover="ast").finetune.trains and sparsify_recipe(recover="ast", finetune_steps=1)
     assert not sparsify_recipe(recover="fixed", finetune_steps=0).finetune.trains
+    for steps in (1, 0):  # a recipe's own
+        assert not caplog.text
+        options({"mode": "sparse", "method": "wanda", "recovery": {"method": "ast"}}, finetune_steps=steps)
+    assert "recovery changes nothing here" in caplog.text
 
 
 def test_every_option_reaches_the_recipe() -> None:
