@@ -265,11 +265,16 @@ def check_reachable(
     fixes = any("bits" in target.options for target in run.targets)
     pinned = " with the bits that modules fixes" if fixes else ""
     made = f"that method '{method}' makes of this model{pinned}"
-    other = ""
+    other, residuals = "", sparse_bytes(run.recipe, run.targets)
     if budget < least and fixes:
         other = ", or fix fewer bits"
+    elif 8 * (budget - fixed) < run.total_weights and residuals:  # codes of one bit would not fit either
+        other = (
+            ", or lower detach.outlier_fraction and detach.significant_fraction, whose residuals take "
+            f"{8 * residuals / run.total_weights:.3f} bits per weight"
+        )
     elif budget < least and method != "trellis":
-        other = ", or --method trellis, whose codes start at 1 bit"
+        other = ", or give --method trellis, whose codes start at 1 bit"
     if run.recipe.budget.bits is None:
         raise RecipeError(
             f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint {made} has {reached:,} bytes; give "

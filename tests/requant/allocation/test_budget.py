@@ -21,7 +21,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.trellis import TrellisConfig
-from requant.recipe.schema import Budget, Finetune, Mode
+from requant.recipe.schema import Budget, Detach, Finetune, Mode
 from requant.recipe.yaml_files import load_recipe
 from requant.run.context import Allocation, RunContext
 from requant.run.rounds import FIRST_WEIGHT
@@ -129,7 +129,7 @@ def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
 
     refuse(
         r"--bits 2 cannot be met: the smallest that method 'rtn' .* is 2\.950 bits per weight, all stored bytes counted; "
-        r"give --bits 2\.95, or --method trellis, whose codes start at 1 bit",
+        r"give --bits 2\.95, or give --method trellis, whose codes start at 1 bit",
         bits=2.0,
     )
     refuse(
@@ -320,6 +320,17 @@ def test_a_budget_that_fixed_bits_leave_no_room_for(tiny_folder, tiny_text_file:
     with pytest.raises(
         RecipeError,
         match=r"--bits 3 cannot be met: the smallest .* with the bits that modules fixes is 8\.\d+ bits per weight",
+    ):
+        allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
+
+
+@pytest.mark.parametrize("budget", [Budget(bits=5.0), Budget(size=20_000)])
+def test_a_budget_that_residuals_alone_exceed(budget: Budget, tiny_folder, tiny_text_file: Path) -> None:
+    detach = Detach(outlier_fraction=0.2, significant_fraction=0.2)  # of 24 bits each
+    recipe = recipe_of(budget=budget, mode="paper", detach=detach)
+    with pytest.raises(
+        RecipeError,
+        match=r"[,;] (or )?lower detach\.outlier_fraction and .* whose residuals take 9\.\d+ bits per weight\.$",
     ):
         allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
 
