@@ -238,7 +238,7 @@ class CalibrationOptions(TypedDict, total=False):
     seq_len: Annotated[
         int | None,
         of_calibration(
-            help="Tokens of a calibration window. [2048, or all the positions of a shorter model; demo: 512]"
+            help="Tokens of a window, of calibration and of scoring. [2048, or all positions of a shorter model; demo: 512]"
         ),
     ]
     all_experts: Annotated[
