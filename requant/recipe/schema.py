@@ -312,6 +312,10 @@ class Recipe:
                 "budget.bits and budget.size change nothing in mode sparse, where all bytes follow from quantizer.bits; "
                 "leave them out."
             )
+        if self.mode == "sparse" and self.finetune.blockwise:
+            raise RecipeError(
+                "finetune.blockwise changes nothing in mode sparse, which trains the model as a whole; leave it out."
+            )
         if self.mode != "sparse" and self.recovery != Recovery():
             raise RecipeError(
                 f"recovery changes nothing in mode {self.mode}, which prunes nothing; leave it out, or choose mode sparse, "

@@ -180,6 +180,10 @@ def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> N
             r"rotations that are folded into the model decide rotate_input",
         ),
         ("{method: alps, mode: sparse, modules: {a: {bits: 8}}}", r"mode sparse stores all matrices alike"),
+        (
+            "{method: alps, mode: sparse, finetune: {blockwise: true}}",
+            r"blockwise changes nothing in mode sparse",
+        ),
         ("seed: x", r"seed is 'x'; it takes a whole number"),
         ("seed: 2147483648", r"seed is 2147483648; it takes a whole number of 32 bits"),
         ("{method: trellis, quantizer: {seed: -9999999999}}", r"seed is -9999999999; it takes"),
