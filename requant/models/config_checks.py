@@ -31,12 +31,11 @@ def check_dtype(path: str, config: Any) -> None:
     checkpoint's can be built."""
     name = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
     if name not in ("None", *FLOATS):
-        remedy = "; if its weights in float8 need no scales, write bfloat16 there." * name.startswith(
-            "float8"
-        )
+        remedy = f"write {_CHOICES} there, whichever its weights have"
+        if name.startswith("float8"):
+            remedy = "if its weights in float8 need no scales, write bfloat16 there"
         raise ModelError(
-            f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes)"
-            + (remedy or f"; write {_CHOICES} there, whichever its weights have.")
+            f"{path} cannot be loaded (dtype in config.json is {name}, in which no model computes); {remedy}."
         )
 
 
