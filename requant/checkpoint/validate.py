@@ -269,7 +269,8 @@ def check_plain_values(names: Iterable[str], tensors: Mapping[str, StoredTensor]
         stored = tensors[name]
         if not stored.dtype.is_floating_point or 0 in stored.shape:
             continue
-        largest = max(float(part.float().abs().max()) for part in _parts(name, stored))
+        # torch's maximum is NaN where any of them is; Python's `max` would drop a NaN that is not the first
+        largest = float(torch.stack([part.float().abs().max() for part in _parts(name, stored)]).max())
         if not largest <= LARGEST:
             what = f"{largest:.3g}, beyond float16" if math.isfinite(largest) else "NaN or infinity"
             raise CheckpointError(

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from requant.checkpoint import validate
 from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError
 from requant.inference.load import load
 
 from .hostile import DOWN, UP, edit_config, edit_module, edit_tensors, refuse, refuse_load
@@ -149,6 +151,17 @@ def test_values_that_are_not_quantized(checkpoint: Path, value: float) -> None:
     refuse_load(
         checkpoint, "model.norm.weight in model.safetensors holds (NaN or infinity|1e\\+30, beyond float16)"
     )
+
+
+def test_values_are_checked_in_every_part(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor is read in parts, and a NaN may be in any of them."""
+    monkeypatch.setattr(validate, "CHUNK_BYTES", 64)
+    change_values(checkpoint, "model.norm.weight", lambda tensor: tensor[-1:].fill_(float("nan")))
+    tensors = read_header(checkpoint).tensors
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight in model.safetensors holds NaN or infinity"
+    ):
+        validate.check_plain_values(["model.norm.weight"], tensors)
 
 
 @pytest.mark.parametrize(
