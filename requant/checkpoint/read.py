@@ -56,8 +56,11 @@ def verify_checksums(path: str | Path, files: Iterable[Path]) -> dict[str, str]:
             f"{path}: {odd} is in only one of {CHECKSUMS_FILE} and the weights; download both again."
         )
     for name in sorted(present):
-        with open(path / name, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with open(path / name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # callers would take it for one of their own files'
+            raise CheckpointError(f"{path / name} cannot be read ({error}); download it again.") from error
         if digest != listed[name]:
             raise CheckpointError(
                 f"{path / name} has sha256 {digest}, but {CHECKSUMS_FILE} says {str(listed[name])[:64]}; "

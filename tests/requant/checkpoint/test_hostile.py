@@ -1,5 +1,6 @@
 """Damaged and hostile folders: one sentence, no model, no large allocation."""
 
+import errno
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ from requant.checkpoint.inspect import inspection
 from requant.checkpoint.read import verify_checksums
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, FileError
+from requant.exporters.export import export
 from requant.inference.load import load
 
 from .hostile import DOWN, UP, edit_config, edit_module, edit_tensors, refuse, refuse_load
@@ -297,3 +299,18 @@ def test_checksums(checkpoint: Path) -> None:
     (checkpoint / "checksums.json").unlink()
     with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
         verify_checksums(checkpoint, read_header(checkpoint).files)
+
+
+def test_weights_that_the_disk_does_not_give_are_the_checkpoints_fault(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the folder that an export writes."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with pytest.raises(
+        CheckpointError, match=r"00001-of-00002.safetensors cannot be read .*Input/output error"
+    ):
+        export(checkpoint, "dense", tmp_path / "dense")
