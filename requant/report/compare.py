@@ -6,7 +6,6 @@ scored on different windows are distinguished by their protocol. The files are u
 as absent.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from requant.report.pages import budget_parts, environment
 from requant.report.plots import quality_plot
 
 REPORT = "report.json"
+LARGEST = 1e300  # a larger number counts as absent, so that sums of numbers of a report are finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ def _numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
     found = values.get(key)
     if not isinstance(found, list) or not all(type(each) in (int, float) for each in found):
         return ()
-    return tuple(map(float, found)) if all(abs(each) < 1e300 for each in found) else ()
+    return tuple(map(float, found)) if all(abs(each) < LARGEST for each in found) else ()
 
 
 def _string(values: Mapping[str, Any], key: str) -> str | None:
@@ -257,7 +257,8 @@ def _string(values: Mapping[str, Any], key: str) -> str | None:
 
 def _number(values: Mapping[str, Any], key: str) -> float | None:
     found = values.get(key)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    # not `math.isfinite`, which raises for a whole number that no float holds
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < LARGEST:
         return None
     return float(found)
 

@@ -123,6 +123,7 @@ def test_the_page(checkpoints: list[str]) -> None:
         "[]",
         '{"after": 3, "before": [], "measured": "x", "model": {"a": 1}, "block_delta_loss": {"x": 1, "0": "y"}}',
         '{"after": {"perplexity": NaN, "mean_kl": true, "window_kl": [1, NaN], "protocol": {"text": 5}}, "method": null}',
+        f'{{"delta_loss": 1{"0" * 400}, "after": {{"perplexity": -1{"0" * 400}}}}}',
     ],
 )
 def test_a_report_of_another_kind_counts_as_absent(
