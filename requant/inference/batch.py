@@ -56,15 +56,19 @@ class SequenceBatch:
 
     @torch.no_grad()
     def add(self, prompt: list[int]) -> Float[Tensor, " v"]:
-        """Begin a sequence; the logits after its prompt."""
+        """Begin a sequence; the logits after its prompt. Where that fails, the others are as before."""
         alone: Any = DynamicCache(config=self.model.config)
         tokens = torch.tensor([prompt], device=self.device)
         output = self.model(tokens, **with_cache(self.model, alone), logits_to_keep=1)
         if self.lengths:
             length = max(*self.lengths, len(prompt))
-            for ours, new in zip(self.cache.layers, alone.layers, strict=True):
-                ours.keys = torch.cat([_padded(ours.keys, length), _padded(new.keys, length)])
-                ours.values = torch.cat([_padded(ours.values, length), _padded(new.values, length)])
+            try:
+                for ours, new in zip(self.cache.layers, alone.layers, strict=True):
+                    ours.keys = torch.cat([_padded(ours.keys, length), _padded(new.keys, length)])
+                    ours.values = torch.cat([_padded(ours.values, length), _padded(new.values, length)])
+            except Exception:  # out of memory, with some of the layers extended
+                self._cut()
+                raise
         else:
             self.cache = alone
         self.lengths.append(len(prompt))
@@ -94,6 +98,12 @@ class SequenceBatch:
         for layer in self.cache.layers:
             layer.keys = layer.keys[index, :, -longest:].contiguous()
             layer.values = layer.values[index, :, -longest:].contiguous()
+
+    def _cut(self) -> None:
+        """Take what was added of a further sequence off every layer; views, because there may be no memory for copies."""
+        b, longest = len(self.lengths), max(self.lengths)
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[:b, :, -longest:], layer.values[:b, :, -longest:]
 
 
 def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSequence | SequenceBatch:

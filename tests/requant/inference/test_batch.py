@@ -46,6 +46,31 @@ def test_logits_are_those_of_each_alone(tiny_model, name: str) -> None:
     step()
 
 
+def test_a_sequence_that_finds_no_memory_leaves_the_others(tiny_model, monkeypatch) -> None:
+    """It is longer than they are, and fails between keys and values of the last layer."""
+    model = tiny_model("llama")
+    batch, others = SequenceBatch(model, 3), [list(PROMPTS[0]), list(PROMPTS[2])]
+    for text in others:
+        batch.add(text)
+    calls, cat = 0, torch.cat
+
+    def fail(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        nonlocal calls
+        calls += dim == 0
+        if calls == 2 * len(batch.cache.layers):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cat(tensors, dim)
+
+    monkeypatch.setattr("requant.inference.batch.torch.cat", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        batch.add(PROMPTS[1])
+    monkeypatch.undo()
+    assert batch.lengths == [4, 1]
+    logits = batch.step([9, 9])
+    expected = torch.stack([alone(model, [*text, 9]) for text in others])
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
 def test_a_model_that_fails_with_a_batch_is_decoded_one_by_one(caplog) -> None:
     """xLSTM's state is none of transformers' caches, of which its config does not tell."""
     torch.manual_seed(0)
