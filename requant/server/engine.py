@@ -304,12 +304,12 @@ class Engine:
         answers: list[Answer] = []
         while not self._closed.is_set():
             try:
-                answers = self._turn(answers)
+                self._turn(answers)
             except Exception:
                 logger.exception("a step of the model failed")
                 for answer in answers:
                     answer.job.put(_failed())
-                answers = []
+                answers.clear()
                 self._sequences.keep([])
         waiting = [answer.job for answer in answers]
         while not self._jobs.empty():
@@ -317,33 +317,34 @@ class Engine:
         for job in waiting:
             job.put(_closing())
 
-    def _turn(self, answers: list[Answer]) -> list[Answer]:
-        """One token of every answer, and the first of those that join them; the answers that go on."""
-        rows: list[int] = []
+    def _turn(self, answers: list[Answer]) -> None:
+        """One token of every answer, and the first of those that join them.
+
+        `answers` is changed as they end and join, so that whoever catches an exception can tell all that were going on.
+        """
         if answers:
             logits = self._sequences.step([answer.last for answer in answers])
             rows = [row for row, answer in enumerate(answers) if self._write(answer, logits[row])]
             if len(rows) < len(answers):
+                answers[:] = [answers[row] for row in rows]
                 self._sequences.keep(rows)
-        going = [answers[row] for row in rows]
-        while len(going) < self._sequences.capacity and not self._closed.is_set():
-            job = self._next_job(wait=not going)
+        while len(answers) < self._sequences.capacity and not self._closed.is_set():
+            job = self._next_job(wait=not answers)
             if job is None:
                 break
             if job.cancelled.is_set():
                 continue
-            answer = Answer(job, self.tokenizer, torch.device(self.model.device))
             try:
+                answer = Answer(job, self.tokenizer, torch.device(self.model.device))
                 logits = self._sequences.add(job.prompt)
             except Exception:
                 logger.exception("a request failed")
                 job.put(_failed())
                 continue
             if self._write(answer, logits):
-                going.append(answer)
+                answers.append(answer)
             else:
-                self._sequences.keep(list(range(len(going))))
-        return going
+                self._sequences.keep(list(range(len(answers))))
 
     def _next_job(self, *, wait: bool) -> Job | None:
         try:

@@ -246,9 +246,45 @@ def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monke
             patch.setattr("requant.server.engine.sample_next", lambda *_, **__: 1 / 0)
             answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"}, timeout=20)
         assert answer.status_code == 500
+        with monkeypatch.context() as patch:
+            patch.setattr("requant.server.engine.TextStream", lambda *_: 1 / 0)
+            answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"}, timeout=5)
+        assert answer.status_code == 500
         assert (
             httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         )
+
+
+def test_whoever_has_joined_is_told_of_a_failure(model: Slow, chatty, monkeypatch) -> None:
+    """The first answer goes on; memory cannot be had when the second, of one token, leaves within the same turn."""
+    engine = Engine(model, chatty, limits=LIMITS)
+    engine.ends = frozenset()
+    sequences, begun, both_wait = engine._sequences, threading.Event(), threading.Event()
+    add, keep, states = sequences.add, sequences.keep, {}
+
+    def wait_and_add(prompt: list[int]) -> Any:
+        begun.set()
+        both_wait.wait(5)
+        return add(prompt)
+
+    monkeypatch.setattr(sequences, "add", wait_and_add)
+    monkeypatch.setattr(sequences, "keep", lambda rows: 1 / 0 if rows else keep(rows))
+    with running(engine) as address:
+
+        def ask(tokens: int) -> None:
+            body = {"prompt": "a", "max_tokens": tokens, "temperature": 0}
+            states[tokens] = httpx.post(f"{address}/v1/completions", json=body, timeout=5).status_code
+
+        threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (9, 1)]
+        threads[0].start()
+        assert begun.wait(5)
+        threads[1].start()
+        while not engine.waiting:
+            time.sleep(0.01)
+        both_wait.set()
+        for thread in threads:
+            thread.join()
+    assert states == {9: 500, 1: 200}
 
 
 def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, client, caplog) -> None:
