@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from requant_kernels.launch_config import LaunchConfig, Shape
 from requant_kernels.registry import LAUNCHES
@@ -42,18 +43,21 @@ def measured(device_name: str) -> Rows:
 
 
 def read_table(file: Path) -> dict[str, Rows]:
-    """GPU -> rows; empty, with a warning, if the file is damaged or in an older format: it only makes calls faster."""
-    if not file.exists():
-        return {}
+    """GPU -> rows; empty, with a warning, where it cannot be used: it only makes calls faster."""
     try:
         return {device: _rows(rows) for device, rows in json.loads(file.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        logger.warning("%s cannot be read, and is not used: %s", file, error)
+        return {}
     except (ValueError, TypeError, KeyError, AttributeError):
         logger.warning("%s is damaged, or of an older form, and not used; delete it, and measure again", file)
         return {}
 
 
 def write_table(file: Path, table: dict[str, Rows]) -> None:
-    """One configuration per line."""
+    """One configuration per line. Of several processes that write at once, the last one's table stays."""
     devices = []
     for device, rows in table.items():
         lines = [
@@ -63,9 +67,12 @@ def write_table(file: Path, table: dict[str, Rows]) -> None:
         ]
         devices.append(f"{json.dumps(device)}: [\n" + ",\n".join(lines) + "\n]")
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".writing")
-    aside.write_text("{\n" + ",\n".join(devices) + "\n}\n")
-    os.replace(aside, file)
+    aside = file.with_name(f"{file.name}.{uuid4().hex}.writing")
+    try:
+        aside.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _number(bits: float) -> float:

@@ -1,6 +1,7 @@
 """What the tuner tries, times and keeps."""
 
 import importlib
+import os
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from requant_kernels import autotune, pack_trellis
 from requant_kernels.autotune import Candidate, candidates, winners
 from requant_kernels.dispatch import shape_of
 from requant_kernels.launch_config import Shape
+from requant_kernels.launch_tables import read_table, write_table
 from requant_kernels.registry import LAUNCHES
 from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 from requant_kernels.scalar.gemv_launch import GemvConfig
@@ -115,3 +117,30 @@ def test_every_candidate_is_a_launch_for_some_shape(kernel: str) -> None:
                     for own in tokens
                 ]
                 assert any(launch.makes_sense(config, shape) for shape in shapes), config
+
+
+def test_processes_that_write_a_table_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism tunes in every process; a second one writes while the first puts its file in place."""
+    file, replace = tmp_path / "kernels.json", os.replace
+    tables: list[Any] = [
+        {"A100": {Shape("grid", 2, 64, 1024, 1): {"gemv": GemvConfig(num_warps=w)}}} for w in (1, 2)
+    ]
+
+    def replace_late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_table(file, tables[1])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    write_table(file, tables[0])
+    assert read_table(file) == tables[0] and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_cache_that_may_not_be_read_is_not_used(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuse(file: Path, *_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    (tmp_path / "kernels.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert read_table(tmp_path / "kernels.json") == {}
+    assert "kernels.json cannot be read, and is not used" in caplog.text
