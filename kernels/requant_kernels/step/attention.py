@@ -28,7 +28,7 @@ from torch import Tensor
 from requant_kernels.common.device import num_sms, supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.trellis.operands import SplitAttention
 
 BLOCK, WARPS = 32, 4  # positions that are multiplied at a time, warps of a CTA
@@ -267,14 +267,10 @@ def _part_constants(
     shape = PartShape(
         group=group, head_dim=head_dim, block=block, stages=0 if one_block else STAGES, fill=fill
     )
-    return {"SHAPE": shape, "PDL": pdl, "num_warps": warps, **_options(pdl)}
+    return {"SHAPE": shape, "PDL": pdl, "num_warps": warps, **pdl_option(pdl)}
 
 
 @cache
 def _combine_constants(head_dim: int, parts: int, pdl: bool) -> dict[str, object]:
     shape = {"D": head_dim, "PARTS": parts, "BLOCK": BLOCK}
-    return {**shape, "PDL": pdl, "num_warps": max(1, parts // 16), **_options(pdl)}
-
-
-def _options(pdl: bool) -> dict[str, object]:
-    return {"launch_pdl": True} if pdl else {}
+    return {**shape, "PDL": pdl, "num_warps": max(1, parts // 16), **pdl_option(pdl)}

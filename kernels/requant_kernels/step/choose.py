@@ -18,7 +18,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 PART = 2048
 LEAST_KEY = -(2**63)
@@ -86,13 +86,9 @@ def choose_tokens(logits: Tensor, kept: Tensor, tokens: Tensor, length: Tensor |
 
 @cache
 def _part_constants(pdl: bool) -> dict[str, object]:
-    return {"PART": PART, "LEAST": LEAST_KEY, "PDL": pdl, "num_warps": 4, **_options(pdl)}
+    return {"PART": PART, "LEAST": LEAST_KEY, "PDL": pdl, "num_warps": 4, **pdl_option(pdl)}
 
 
 @cache
 def _token_constants(parts: int, pdl: bool) -> dict[str, object]:
-    return {"PARTS": parts, "LEAST": LEAST_KEY, "PDL": pdl, "num_warps": 1, **_options(pdl)}
-
-
-def _options(pdl: bool) -> dict[str, object]:
-    return {"launch_pdl": True} if pdl else {}
+    return {"PARTS": parts, "LEAST": LEAST_KEY, "PDL": pdl, "num_warps": 1, **pdl_option(pdl)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 BLOCK = 1024  # values per CTA
 
@@ -65,5 +65,4 @@ def embed(
 
 @cache
 def _constants(head_dim: int, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    return {"BLOCK": BLOCK, "D": head_dim, "PDL": pdl, "num_warps": 4, **options}
+    return {"BLOCK": BLOCK, "D": head_dim, "PDL": pdl, "num_warps": 4, **pdl_option(pdl)}

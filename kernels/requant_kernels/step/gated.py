@@ -11,7 +11,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -71,5 +71,4 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @cache
 def _constants(activation: str, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    return {"ACTIVATION": activation, "BLOCK": BLOCK, "PDL": pdl, "num_warps": 4, **options}
+    return {"ACTIVATION": activation, "BLOCK": BLOCK, "PDL": pdl, "num_warps": 4, **pdl_option(pdl)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 
 @triton.jit
@@ -54,5 +54,4 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 @cache
 def _constants(block: int, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    return {"BLOCK": block, "PDL": pdl, "num_warps": max(1, min(16, block // 512)), **options}
+    return {"BLOCK": block, "PDL": pdl, "num_warps": max(1, min(16, block // 512)), **pdl_option(pdl)}

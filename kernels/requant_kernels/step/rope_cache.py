@@ -18,7 +18,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 MANY_TOKENS = 64  # from which on a CTA takes several heads, since there are enough CTAs
 
@@ -120,6 +120,5 @@ def rope_cache(
 
 @cache
 def _constants(heads: int, head_dim: int, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     num_warps = max(1, min(4, heads * head_dim // 64))
-    return {"HEADS": heads, "D": head_dim, "PDL": pdl, "num_warps": num_warps, **options}
+    return {"HEADS": heads, "D": head_dim, "PDL": pdl, "num_warps": num_warps, **pdl_option(pdl)}

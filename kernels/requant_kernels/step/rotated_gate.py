@@ -20,7 +20,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_with
+from requant_kernels.common.pdl import pdl_option, wait_with
 from requant_kernels.hadamard.registers import (
     NATURAL,
     TileTransform,
@@ -179,7 +179,6 @@ def rotated_gate(
 def _constants(
     width: int, gate: Source, up: Source, form: ActivationForm, dtype: torch.dtype, activation: str, pdl: bool
 ) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     finish, tiles = tile_transform(NATURAL, width & -width), tiles_of_block(width)
     shape = GateShape(
         width=width, num_tiles=tiles, crosses=tiles > 1, finish=finish, gate=gate, up=up,
@@ -187,5 +186,5 @@ def _constants(
     )  # fmt: skip
     return {
         "SHAPE": shape, "ASM": ASSEMBLY, "DTYPE": TYPES[dtype], "ACTIVATION": activation, "PDL": pdl,
-        "num_warps": NUM_WARPS, "num_stages": 1, **options,
+        "num_warps": NUM_WARPS, "num_stages": 1, **pdl_option(pdl),
     }  # fmt: skip

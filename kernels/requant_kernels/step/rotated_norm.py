@@ -25,7 +25,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_with
+from requant_kernels.common.pdl import pdl_option, wait_with
 from requant_kernels.hadamard.registers import (
     NATURAL,
     TileTransform,
@@ -197,7 +197,6 @@ def rotated_norm(
 def _constants(
     width: int, source: Source | None, form: ActivationForm | None, pdl: bool, reads_stream: bool
 ) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     finish = tile_transform(NATURAL, width & -width)
     shape = NormShape(
         width=width, num_tiles=-(-width // HADAMARD_TILE), crosses=tiles_of_block(width) > 1, finish=finish,
@@ -209,5 +208,5 @@ def _constants(
         "PDL": pdl,
         "num_warps": NUM_WARPS,
         "num_stages": 1,
-        **options,
+        **pdl_option(pdl),
     }

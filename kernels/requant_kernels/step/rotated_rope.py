@@ -22,7 +22,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
-from requant_kernels.common.pdl import wait_with
+from requant_kernels.common.pdl import pdl_option, wait_with
 from requant_kernels.hadamard.registers import (
     Order,
     TileTransform,
@@ -278,7 +278,6 @@ def _launch(
 def _constants(
     head_dim: int, widths: tuple[int, ...], sources: tuple[Source, ...], pdl: bool
 ) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     order = head_order(head_dim)
     q, k, v = (
         Part(
@@ -294,5 +293,5 @@ def _constants(
         "PDL": pdl,
         "num_warps": NUM_WARPS,
         "num_stages": 1,
-        **options,
+        **pdl_option(pdl),
     }
