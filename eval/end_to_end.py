@@ -217,9 +217,11 @@ def main(
     where = pick_device(device)
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
+    first, *others = formats or FORMATS
     for shape in shapes or SHAPES:
-        base: dict[int, dict[str, Any]] = {}
-        for kind, bits in (text.split(":") for text in formats or FORMATS):
+        base: dict[int, dict[str, Any]] = {}  # rows of the first format, by sequences
+        for text in (first, *others):
+            kind, bits = text.split(":")
             name = "bf16" if kind == "bf16" else f"{kind} {bits}-bit"
             if kind in CODES and widths == "best" and float(bits) in WIDTHS:
                 name += ", widths of mode best"
@@ -243,13 +245,16 @@ def main(
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
                     print(row, file=sys.stderr, flush=True)
                 else:
-                    base.setdefault(count, row)
+                    if text == first:
+                        base[count] = row
+                    times = []  # as fast as the first format; not said where that failed
                     for number in ("decode_tokens_per_s", "prefill_tokens_per_s"):
-                        row[f"{number}_ratio"] = row[number] / base[count][number]
+                        if count in base:
+                            row[f"{number}_ratio"] = row[number] / base[count][number]
+                        times.append(f", {row[f'{number}_ratio']:.2f} x" if count in base else "")
                     print(
                         f"{shape} {name} batch {count}: {row['decode_tokens_per_s']:.0f} tokens/s, "
-                        f"{row['ms_per_step']:.3f} ms, {row['decode_tokens_per_s_ratio']:.2f} x, prefill "
-                        f"{row['prefill_tokens_per_s']:.0f}, {row['prefill_tokens_per_s_ratio']:.2f} x, "
+                        f"{row['ms_per_step']:.3f} ms{times[0]}, prefill {row['prefill_tokens_per_s']:.0f}{times[1]}, "
                         f"graph {row['graph']}, fused {row['fused']}, its rotations {row['fused_rotations']}, "
                         f"prompt graph {row['prompt_graph']}", flush=True,
                     )  # fmt: skip

@@ -88,7 +88,8 @@ def decoding_table(results: Path) -> str:
     def cell(row: Mapping[str, Any] | None, number: str) -> str:
         if row is None or number not in row:
             return ""
-        return f"{row[number]:,.0f}" + ("" if row["name"] == "bf16" else f" ({row[f'{number}_ratio']:.2f})")
+        ratio = None if row["name"] == "bf16" else row.get(f"{number}_ratio")  # none where bf16 failed
+        return f"{row[number]:,.0f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
     def cells(line: Mapping[int, Mapping[str, Any]], number: str, batches: Sequence[int]) -> list[str]:
         return [cell(line.get(batch), number) for batch in batches]

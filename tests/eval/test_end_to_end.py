@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,3 +79,23 @@ def test_rows_are_timed_beside_the_first_format(tiny_shape: None, tmp_path: Path
     )
     assert quantized["model_bytes"] < base["model_bytes"]
     assert data["about"]["torch"] == torch.__version__
+
+
+def test_there_is_no_ratio_to_a_format_that_failed(
+    tiny_shape: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 has no memory for two sequences; the next format is not taken in its place."""
+
+    def measured(name: str, _model: object, *, batch: int, **_: object) -> SimpleNamespace:
+        if name == "bf16" and batch == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        numbers = dict.fromkeys(("decode_tokens_per_s", "prefill_tokens_per_s", "ms_per_step"), 3.0)
+        flags = dict.fromkeys(("graph", "fused", "fused_rotations", "prompt_graph"), False)
+        return SimpleNamespace(to_dict=lambda: {**numbers, **flags})
+
+    monkeypatch.setattr(end_to_end, "measure", measured)
+    monkeypatch.setattr(end_to_end, "build", lambda *_, **__: torch.nn.Module())
+    out = tmp_path / "rows.json"
+    end_to_end.main(out, shapes=["tiny"], batch=[1, 2], formats=["bf16:16", "grid:2"], device="cpu")
+    rows = json.loads(out.read_text())["rows"]
+    assert [row.get("decode_tokens_per_s_ratio") for row in rows] == [1, None, 1, None]
