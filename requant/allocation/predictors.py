@@ -3,9 +3,9 @@
 | predictor | loss of matrix m at b bits | needs |
 | --- | --- | --- |
 | `curvature` | the method's expected `1/2 tr(G E H E')` or `1/2 sum F E^2`, in closed form | statistics, no quantization |
-| `measured` | the KL to the original with only m quantized, at one width | one quantization, a forward pass per matrix |
-| `restored` | the KL saved by restoring m when all are quantized, at one width | the same |
-| `pqi` | the signed sum of PQI over the matrix with all quantized, at one width | one quantization, two backward passes |
+| `measured` | the KL to the original with only m quantized, at one bit width | one quantization, a forward pass per matrix |
+| `restored` | the KL saved by restoring m when all are quantized, at one bit width | the same |
+| `pqi` | the signed sum of PQI over m with all quantized, at one bit width | one quantization, two backward passes |
 
 The last three take their dependence on b from the first: loss_m(b) = loss_m(b0) curvature_m(b) / curvature_m(b0), by the
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The closed forms belong to the methods
@@ -165,7 +165,7 @@ def _floored(run: RunContext, sums: Mapping[str, float]) -> dict[str, float]:
     return {name: max(total, LOSS_FLOOR * mean * sizes[name]) for name, total in sums.items()}
 
 
-# of codes at one width: matrix -> loss
+# of codes at one bit width: matrix -> loss
 FROM_CODES = {"measured": measured, "restored": restored, "pqi": integrated}
 
 

@@ -37,7 +37,7 @@ from requant.formats.grid import Grid
 from requant.formats.other_programs import grid_of, grid_spec_of, inexpressible
 from requant.formats.quantized_weight import QuantizedWeight
 
-VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
+VERSION = "0.15.0"  # the layout of zero points and of odd bit widths since this version of the package
 LOADING = "vLLM reads it as it is; transformers does with the package `compressed-tensors`."
 LOADING_WITH_ZERO_POINTS = (
     "vLLM reads it as it is. transformers, with the package `compressed-tensors` up to 0.20 at least, reads its zero points "
@@ -45,12 +45,12 @@ LOADING_WITH_ZERO_POINTS = (
     "`requant quantize --for transformers` for grids without zero points."
 )
 LOADING_SEVERAL = (
-    "It has several widths or group sizes, so vLLM needs equal ones for q, k and v, and for gate and up. "
+    "Bits or group sizes differ, and vLLM needs equal ones for q, k and v, and for gate and up. "
 )
 BY_TRANSFORMERS = {  # by whether there are zero points; its dequantize=True takes one group for the matrices of all
     False: "transformers reads it with the package `compressed-tensors`.",
     True: "Do not load it in transformers: with the package `compressed-tensors` up to 0.20 at least, it reads zero points "
-    "of one width and group size only; `requant quantize --for transformers` makes what it reads.",
+    "of one number of bits and one group size only; `requant quantize --for transformers` makes what it reads.",
 }
 Group = tuple[int, int | None, bool]  # bits, group size (None: one group per row), symmetric
 
@@ -78,8 +78,8 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
     if len(groups) > 1:
         by_transformers = "misreads these, as they have zero points" if zero_points else "reads these"
         notes.append(
-            f"{len(groups)} widths or group sizes: vLLM fuses q, k, v and gate, up, which then need one width each; "
-            f"transformers {by_transformers}."
+            f"{len(groups)} kinds of grids, by bits, group size and zero points: vLLM fuses q, k, v and gate, up, which "
+            f"then need one kind each; transformers {by_transformers}."
         )
         loading = LOADING_SEVERAL + BY_TRANSFORMERS[zero_points]
     return Written(files=sorted(checksums), loading=loading, notes=notes)

@@ -2,7 +2,7 @@
 
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
-Trellis codes of one width are joined too: one rotation of x, one product, and a rotation back for neighbours of equal size.
+Trellis codes of equal bits are joined too: one rotation of x, one product, and a rotation back for neighbours of equal size.
 
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
 buffers: memory is then the packed size. 2:4 matrices of 16-bit values become `SemiStructuredLinear`. A matrix that no kernel

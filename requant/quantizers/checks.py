@@ -1,4 +1,4 @@
-"""Checks that all quantizers share: widths, groups, weights and statistics."""
+"""Checks that all quantizers share: bits, groups, weights and statistics."""
 
 from torch import Tensor
 
@@ -8,9 +8,9 @@ FLOAT16_MAX = 65504.0  # scales, levels and residuals are stored in float16
 
 
 def check_bits(bits: int) -> None:
-    """Raise RecipeError unless `bits` is a width whose codes fit a byte and hold more than a sign."""
+    """Raise RecipeError unless codes of so many bits fit a byte and hold more than a sign."""
     if not 2 <= bits <= 8:
-        raise RecipeError(f"bits is {bits}, but codes are 2 to 8 bits wide: choose a width in that range.")
+        raise RecipeError(f"bits is {bits}, but codes have 2 to 8 bits: choose a number in that range.")
 
 
 def check_level_bits(level_bits: int) -> None:

@@ -123,7 +123,7 @@ class Rounded:
 def hessian_inv_cholesky(hessian: Float[Tensor, "k k"], *, damp: float) -> Float[Tensor, "k k"]:
     """Upper triangular U with U'U = (H + damp mean(diag H) I)^-1; `damp` grows tenfold until H is positive.
 
-    Raises NumericalError if it is not at a damping of 1.
+    Raises NumericalError if it is not at the last `damp` up to MAX_DAMP.
     """
     mean = hessian.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to compensate

@@ -216,7 +216,8 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
 def _damped_cholesky(hessian: Float[Tensor, "c c"], damp: float) -> tuple[Tensor, Tensor]:
     """C of H + d I = C C', and d = damp mean(diag H).
 
-    `damp` grows tenfold, with a warning, until that is positive definite; NumericalError if it is not at 1.
+    `damp` grows tenfold, with a warning, until that is positive definite; NumericalError if it is not at the last one up
+    to MAX_DAMP.
     """
     mean = hessian.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back

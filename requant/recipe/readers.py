@@ -1,7 +1,7 @@
 """`--for PROGRAM`: recipe settings for a program that does not know requant's format, so that it can read the export.
 
-All these programs read only uniform grids without a sparse part: mode `dense`, a method that makes grids, one width for all
-matrices. Without zero points every version of them can read the grids, and the blocks of llama.cpp need one bit less.
+All these programs read only uniform grids without a sparse part: mode `dense`, a method that makes grids, the same bits for
+all matrices. Without zero points every version of them can read the grids, and the blocks of llama.cpp need one bit less.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def check_reader(name: str, recipe: Recipe) -> None:
         raise RecipeError(f"--for {name} takes mode dense, not '{recipe.mode}': it reads no sparse part.")
     if recipe.modules:
         raise RecipeError(
-            f"--for {name} takes one width for all matrices; leave modules out, or --skip some."
+            f"--for {name} takes the same bits for all matrices; leave modules out, or --skip some."
         )
     if recipe.budget.bits is not None or recipe.budget.size is not None:
-        raise RecipeError(f"--for {name} takes --code-bits, one width for all matrices, no budget.")
+        raise RecipeError(f"--for {name} takes --code-bits, the same for all matrices, no budget.")

@@ -110,7 +110,7 @@ def test_mixed_widths_are_groups_by_name(grid_checkpoint, tmp_path: Path) -> Non
     assert (
         groups[8] == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"] and len(groups[4]) == 12
     )
-    assert "2 widths" in written.notes[0] and "transformers reads these." in written.notes[0]
+    assert "2 kinds of grids" in written.notes[0] and "transformers reads these." in written.notes[0]
     assert "transformers reads it with the package" in (tmp_path / "out" / "README.md").read_text()
     pytest.importorskip("compressed_tensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16).eval()

@@ -365,7 +365,7 @@ def test_a_program_picks_its_grids(program: str, group: int) -> None:
         ({"target": "vllm", "method": "awq"}, "uniform grids, not 'awq'; choose one of: gptq, hqq, rtn"),
         ({"target": "vllm", "method": "trellis"}, "uniform grids, not 'trellis'; choose one of: gptq"),
         ({"target": "llama.cpp", "method": "gptk"}, r"method 'gptk' is unknown \(did you mean 'gptq'\?\)"),
-        ({"target": "vllm", "bits": 4}, "takes --code-bits, one width for all matrices"),
+        ({"target": "vllm", "bits": 4}, "takes --code-bits, the same for all matrices"),
     ],
 )
 def test_what_a_program_cannot_read_is_refused(given: dict, message: str) -> None:
@@ -395,5 +395,5 @@ def test_what_is_no_module(text: str) -> None:
 
 
 def test_programs_that_read_one_width_refuse_modules() -> None:
-    with pytest.raises(RecipeError, match="--for vllm takes one width for all matrices"):
+    with pytest.raises(RecipeError, match="--for vllm takes the same bits for all matrices"):
         recipe_from_options(code_bits=4, target="vllm", modules=["*.down_proj:bits=8"])

@@ -134,7 +134,7 @@ def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> N
         ("tuning: {steps: 3}", r"r.yaml: unknown key 'tuning': it is called 'finetune' now"),
         ("finetune: {rate: 0.1}", r"r.yaml: finetune: unknown key 'rate': it is called 'lr' now"),
         ("quantizer: {share: 0.1}", r"quantizer: unknown key 'share': it is called 'outlier_fraction' now"),
-        ("quantizer: {bits: 9}", r"bits is 9, but codes are 2 to 8 bits"),
+        ("quantizer: {bits: 9}", r"bits is 9, but codes have 2 to 8 bits"),
         ("quantizer: {bits: '3'}", r"r.yaml: quantizer: bits is '3'; it takes a whole number"),
         ("quantizer: {bits: 3.0}", r"bits is 3.0; it takes a whole number"),
         ("quantizer: {bits: true}", r"bits is True; it takes a whole number"),
@@ -172,7 +172,7 @@ def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> N
         ("modules: {a: 3}", r"r.yaml: modules: 'a' is 3; it takes keys with their values"),
         ("modules: {a: {bit: 3}}", r"modules: 'a': unknown key 'bit' \(did you mean 'bits'\?\)"),
         ("modules: {a: {bits: '3'}}", r"modules: 'a': bits is '3'; it takes a whole number"),
-        ("modules: {a: {bits: 9}}", r"modules: 'a': bits is 9, but codes are 2 to 8 bits"),
+        ("modules: {a: {bits: 9}}", r"modules: 'a': bits is 9, but codes have 2 to 8 bits"),
         ("modules: {a: {bits: 16}}", r"to keep matrices at 16 bits, list their pattern under skip"),
         ("modules: {a: {outlier_fraction: 0.1}}", r"outlier_fraction has no meaning in mode paper"),
         (
