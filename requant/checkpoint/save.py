@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,8 @@ def save_checkpoint(
             if not modules:
                 raise ValueError("weights is empty: nothing was quantized")
             if source is not None:
-                _copy_files(
-                    Path(source), partial, tokenizer="tokenizer_config.json" not in (extra_files or {})
-                )
+                own = TOKENIZER_FILES if "tokenizer_config.json" in (extra_files or {}) else ()
+                copy_files(Path(source), partial, left_out=(*NOT_COPIED, *own))
             for name, content in (extra_files or {}).items():
                 write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
             entries = {renamed.get(name, name): spec for name, spec in modules.items()}
@@ -299,24 +298,32 @@ def _without_code(value: Any) -> Any:
     return value
 
 
-def _copy_files(source: Path, target: Path, *, tokenizer: bool) -> None:
-    left_out = NOT_COPIED if tokenizer else (*NOT_COPIED, *TOKENIZER_FILES)
+def copy_files(source: Path, target: Path, *, left_out: Sequence[str] = NOT_COPIED) -> None:
+    """Copy tokenizer, templates, generation config, licence: the small files that lie beside a model's weights.
+
+    `left_out` are patterns of lower-case names of files, and of COPIED_FOLDERS. What `target` has already is kept; a file
+    above MOST_COPIED_BYTES is left, with a warning.
+    """
     for folder in (source, *(source / name for name in COPIED_FOLDERS)):
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-            parts = [part.lower() for part in file.relative_to(source).parts]
-            if file.is_file() and not any(
-                fnmatch.fnmatch(part, pattern) for part in parts for pattern in left_out
+            inside = file.relative_to(source)
+            copy = target / inside
+            names = [part.lower() for part in inside.parts]
+            if (
+                not file.is_file()
+                or copy.exists()
+                or any(fnmatch.fnmatch(name, pattern) for name in names for pattern in left_out)
             ):
-                if (size := file.stat().st_size) > MOST_COPIED_BYTES:
-                    logger.warning(
-                        "%s is not copied into the checkpoint: it has %s; copy it yourself if the model needs it",
-                        file,
-                        format_bytes(size),
-                    )
-                    continue
-                copy = target / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                write_bytes(copy, file.read_bytes())
+                continue
+            if (size := file.stat().st_size) > MOST_COPIED_BYTES:
+                logger.warning(
+                    "%s is not copied: it has %s; copy it yourself if the model needs it",
+                    file,
+                    format_bytes(size),
+                )
+                continue
+            copy.parent.mkdir(exist_ok=True)
+            write_bytes(copy, file.read_bytes())
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.read import provenance
+from requant.checkpoint.save import NOT_COPIED, copy_files
 from requant.display import format_bytes
 from requant.errors import InputError, WriteError, did_you_mean
 from requant.exporters import compressed_tensors, dense, gguf
-from requant.exporters.folder import Written, copy_files, write_card
+from requant.exporters.folder import OURS, Written, write_card
 from requant.exporters.source import Source, open_source
 from requant.recipe.readers import READERS
 
@@ -88,7 +89,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         provenance(source.path, source.header.files)  # an export would not show that a file was changed
         with new_folder(path) as folder:
             written = TARGETS[target](source, folder)
-            copy_files(source.path, folder)
+            copy_files(source.path, folder, left_out=(*NOT_COPIED, *OURS))
             write_card(source, target, folder, name=path.name, loading=written.loading)
             sizes = {name: (folder / name).stat().st_size for name in written.files}
     except OSError as error:

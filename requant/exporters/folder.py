@@ -1,6 +1,5 @@
 """The small files that a model needs besides its weights."""
 
-import fnmatch
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +8,14 @@ from typing import Any
 
 import yaml
 
-from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED
 from requant.checkpoint.writer import write_bytes
 from requant.errors import printable
 from requant.exporters.source import Source
 from requant.files import front_matter
 from requant.report.summary import terms
 
-OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
+# patterns of files that describe the checkpoint, not its export
+OURS = ("readme.md", "report.html", "report.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +25,6 @@ class Written:
     files: list[str]
     loading: str
     notes: list[str] = field(default_factory=list)
-
-
-def copy_files(source: Path, folder: Path) -> None:
-    """Tokenizer, templates, generation config, recipe, licence; files that `folder` already has are kept."""
-    for origin in (source, *(source / name for name in COPIED_FOLDERS)):
-        for file in sorted(origin.iterdir()) if origin.is_dir() else ():
-            copy = folder / file.relative_to(source)
-            if file.is_file() and not copy.exists() and not _is_left(file.name.lower()):
-                copy.parent.mkdir(exist_ok=True)
-                write_bytes(copy, file.read_bytes())
 
 
 def write_config(source: Source, folder: Path, quantization: Mapping[str, Any] | None) -> None:
@@ -68,7 +57,3 @@ def _base_model(checkpoint: Path) -> str | None:
     """The base model that the checkpoint's own card names."""
     base = front_matter(checkpoint).get("base_model")
     return base if isinstance(base, str) else None
-
-
-def _is_left(name: str) -> bool:
-    return name in OURS or any(fnmatch.fnmatch(name, pattern) for pattern in NOT_COPIED)

@@ -190,7 +190,7 @@ def test_a_large_file_beside_the_weights_is_not_copied(
     (source / "LICENSE").write_bytes(b"x" * 100_000)
     path = save(model, tmp_path / "copied", weights, source=source)
     assert (path / "LICENSE").is_file() and not (path / "train.jsonl").exists()
-    assert "train.jsonl is not copied into the checkpoint: it has 97.7 KiB; copy it yourself" in caplog.text
+    assert "train.jsonl is not copied: it has 97.7 KiB; copy it yourself" in caplog.text
 
 
 def test_an_existing_output_is_kept(parts, tmp_path: Path) -> None:

@@ -110,6 +110,18 @@ def test_files_beside_the_weights(grid_checkpoint, tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"source", "checkpoint", "out"}
 
 
+def test_a_large_file_beside_the_weights_is_left(
+    grid_checkpoint, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """As where a checkpoint is written: data sets lie beside models too."""
+    checkpoint = grid_checkpoint()
+    monkeypatch.setattr("requant.checkpoint.save.MOST_COPIED_BYTES", 100_000)
+    (checkpoint / "train.jsonl").write_bytes(b"x" * 100_001)
+    export(checkpoint, "dense", tmp_path / "out")
+    assert not (tmp_path / "out" / "train.jsonl").exists() and (tmp_path / "out" / "recipe.yaml").is_file()
+    assert "train.jsonl is not copied: it has 97.7 KiB" in caplog.text
+
+
 def test_what_cannot_be_done_leaves_nothing(grid_checkpoint, tmp_path: Path, monkeypatch) -> None:
     checkpoint = grid_checkpoint()
     with pytest.raises(InputError, match=r"--to denze is unknown \(did you mean 'dense'\?\)"):
