@@ -97,7 +97,7 @@ def _add_tensor_infos(
     for name in source.plain_names():
         shape = tuple(source.header.tensors[name].shape)
         dtype = _stored(source.plain_dtype(name), len(shape))
-        add(name, shape, np.float32, math.prod(shape) * dtype.itemsize, FLOATS[dtype])
+        add(name, shape, np.float32, math.prod(shape) * dtype.itemsize, _float_type(name, dtype))
 
 
 def paired_rows(n: int, heads: int) -> Tensor:
@@ -138,8 +138,15 @@ def _type_of(source: Source, name: str, spec: PackedSpec) -> str:
     if what is None:
         return str(block_type(grid_spec_of(spec)))
     if name in source.header.embedding_and_head:
-        return FLOATS[source.dtype]
+        return _float_type(name, source.dtype)
     raise InputError(f"{name} {what}, which no type of llama.cpp holds exactly; export --to dense.")
+
+
+def _float_type(name: str, dtype: torch.dtype) -> str:
+    """llama.cpp's type of plain numbers; raises InputError for those that it has none for (float64, float8, integers)."""
+    if dtype not in FLOATS:
+        raise InputError(f"{name[:80]} is {dtype}, which is no type of llama.cpp; give --dtype float16.")
+    return FLOATS[dtype]
 
 
 def _stored(dtype: torch.dtype, dimensions: int) -> torch.dtype:

@@ -148,6 +148,13 @@ def test_what_llama_cpp_cannot_hold(make_checkpoint, grid_checkpoint, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+def test_floats_that_llama_cpp_has_no_type_for(grid_checkpoint, tmp_path: Path) -> None:
+    checkpoint = grid_checkpoint(dtype=torch.float64)
+    with pytest.raises(InputError, match=r"embed_tokens.weight is torch.float64.*give --dtype float16"):
+        export(checkpoint, "gguf", tmp_path / "out")
+    assert list(export(checkpoint, "gguf", tmp_path / "out", dtype="float16").files) == ["model.gguf"]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
