@@ -164,13 +164,16 @@ def sparsify_recipe(
 
 
 def _check_names(given: Mapping[str, Any], model: str | None) -> None:
-    """Raise RecipeError for an unknown option, and for a recipe in the place of the model."""
+    """Raise RecipeError for an unknown option, a method or mode that is no text, and a recipe in the place of the model."""
     for name in given:
         if name not in Options.__annotations__:
             raise RecipeError(
                 f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
                 f"there are: {', '.join(Options.__annotations__)}."
             )
+    for name, example in (("method", "gptq"), ("mode", "best")):
+        if not isinstance(value := given.get(name, example), str):
+            raise RecipeError(f"{name} is {value!r}, but takes a name, like {example}.")
     if model is not None and _names_a_recipe(model):
         raise RecipeError(
             f"'{model}' is a recipe and no model; give it as --recipe {model}, in Python recipe='{model}'."

@@ -216,7 +216,8 @@ class Budget:
             known = value is None or (isinstance(value, Real) and not isinstance(value, bool))
             _require(known, f"budget.{name}", repr(value), "a number")
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
-        _require(self.size is None or self.size >= 1, "budget.size", self.size, "a number of bytes")
+        known = self.size is None or 1 <= self.size < 1 << 63
+        _require(known, "budget.size", self.size, "a number of bytes")
         _require(
             self.bits is None or self.size is None,
             "budget.size",

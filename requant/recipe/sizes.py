@@ -22,6 +22,8 @@ def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
         if isinstance(bits, bool | bytes):  # which float takes for numbers
             raise TypeError
         value = float(bits)
+    except OverflowError:  # hundreds of digits
+        value = math.inf
     except (TypeError, ValueError):
         raise RecipeError(f"{option} {bits} is not a number; give 1 to 8, like 3 or 2.25.") from None
     if not 1 <= value <= 8:  # so neither is NaN
