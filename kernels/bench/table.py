@@ -70,12 +70,13 @@ def models(data: dict[str, Any]) -> None:
                 f"| {row['shape']} | {row['name']} | {row['batch']} | failed: {row['failed'][:80]} | | | | | |"
             )
             continue
-        step = ("compiled" if row["compiled"] else "as it is") + (
-            ", torch's attention" if row["attention"] == "sdpa" else ""
-        )
+        # rows up to 2026-11-22 say `compiled`, `attention` and `times_bf16`
+        step = "compiled" if row.get("compiled") else "fused" if row.get("fused") else "as it is"
+        step += ", torch's attention" if row.get("attention") == "sdpa" else ""
+        ratio = row.get("decode_tokens_per_s_ratio", row.get("times_bf16"))  # none where bf16 failed
         print(
             f"| {row['shape']} | {row['name']} | {row['batch']} | {step} | {row['decode_tokens_per_s']:.0f} | "
-            f"{row['times_bf16']:.2f} | {row['ms_per_step']:.3f} | {row['prefill_tokens_per_s']:.0f} | "
+            f"{'' if ratio is None else f'{ratio:.2f}'} | {row['ms_per_step']:.3f} | {row['prefill_tokens_per_s']:.0f} | "
             f"{row['model_bytes'] / 1e9:.2f} GB |"
         )
 

@@ -2,13 +2,14 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval.baseline_tables import baselines_table
-from eval.markdown import PEERS, RESULTS, markdown
+from eval.markdown import PEERS, RESULTS, ROOT, markdown
 from eval.pqi_tables import nodes_table
 from eval.tables import PAGES, REFERENCE, TABLES, render
 
@@ -116,6 +117,21 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
         "| 8b | bf16 | 200 | 200 | 5,000 | 5,000 |",
         "| 8b | mul1 2-bit | 600 (3.00) |  | 4,500 (0.90) |  |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("kernels-h200", "| requant grid 2-bit | 2.12 | "),
+        ("end-to-end-h200", "| llama-3.1-8b | bf16 | 1 | fused | "),
+        ("end-to-end-compiled-h200", "| llama-3.1-8b | bf16 | 1 | compiled | 191 | 1.00 | 5.241 | "),
+        ("ncu-h200", "| launch | us | DRAM | "),
+    ],
+)
+def test_the_tables_of_the_kernels_are_printed(name: str, line: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["table.py", str(RESULTS / f"{name}.json")])
+    runpy.run_path(str(ROOT / "kernels" / "bench" / "table.py"), run_name="__main__")
+    assert line in capsys.readouterr().out
 
 
 def test_vllms_rows_are_compared_with_bf16_in_the_same_engine(tmp_path: Path) -> None:
