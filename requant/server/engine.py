@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -208,12 +208,7 @@ class Engine:
             raise self._full()
         self._tokenizing += 1
         try:
-            loop = asyncio.get_running_loop()
-            tokens = await loop.run_in_executor(self._tokenizer_thread, self._tokenize, prompt)
-        except RuntimeError as error:
-            if not self._closed.is_set():
-                raise
-            raise _closing() from error
+            tokens = await self._in_tokenizer_thread(self._tokenize, prompt)
         finally:
             self._tokenizing -= 1
         if not tokens:
@@ -224,7 +219,16 @@ class Engine:
         """The parser of JSON mode for a schema, None for None; raises ApiError."""
         if schema is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._matcher, schema)
+        return await self._in_tokenizer_thread(self._matcher, schema)
+
+    async def _in_tokenizer_thread(self, call: Callable[[Any], Any], value: Any) -> Any:
+        """`call(value)`; raises ApiError where the server is shutting down, and the thread may have ended."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, call, value)
+        except RuntimeError as error:
+            if not self._closed.is_set():
+                raise
+            raise _closing() from error
 
     def _matcher(self, schema: Mapping[str, Any]) -> Any:
         if self._json is None:

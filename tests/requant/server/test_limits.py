@@ -1,5 +1,6 @@
 """What the server refuses, whom it turns away, and what it does when a client or the server itself leaves."""
 
+import asyncio
 import json
 import re
 import socket
@@ -13,7 +14,7 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 from requant.server.engine import Engine  # noqa: E402
-from requant.server.protocol import Limits  # noqa: E402
+from requant.server.protocol import ApiError, Limits  # noqa: E402
 
 from .harness import LIMITS, Slow, httpx, running  # noqa: E402
 
@@ -232,6 +233,17 @@ def test_a_stream_that_is_cut_by_the_end_of_the_server_says_so(model: Slow, chat
         refused = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
     model.pause = 0.0
+
+
+def test_whoever_asks_an_engine_that_has_ended_is_told(model: Slow, chatty) -> None:
+    """For JSON too: the thread that makes its parsers is that of the tokenizer."""
+    engine = Engine(model, chatty, limits=LIMITS)
+    engine.close()
+    engine.join()
+    for ask, value in ((engine.tokens_of, "a"), (engine.matcher_of, {"type": "object"})):
+        with pytest.raises(ApiError, match="the server is shutting down") as caught:
+            asyncio.run(ask(value))
+        assert caught.value.status == 503
 
 
 def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monkeypatch, caplog) -> None:
