@@ -59,7 +59,7 @@ def main(
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "rows": []}
     for method in (GRID, TRELLIS):
-        for bits in [bits for bits in method.widths if not bits % 1]:
+        for bits in [bits for bits in method.bits if not bits % 1]:
             row = measure(study, method, bits)
             results["rows"].append(row)
             write_json(out / f"embedding-{model.name}.json", results)

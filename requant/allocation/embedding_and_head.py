@@ -158,20 +158,20 @@ def embedding_and_head_bits(
             )
         given = {"embedding": next(iter(said), None)}
     for bits in given.values():
-        if bits not in (None, FLOATS, *method.widths):
+        if bits not in (None, FLOATS, *method.bits):
             role = "head" if bits == budget.head_bits else "embedding"
             raise RecipeError(
-                f"budget.{role}_bits is {bits:g}, but an embedding or head on a grid takes {method.widths[0]} to "
-                f"{method.widths[-1]} whole bits; give those, or method trellis."
+                f"budget.{role}_bits is {bits:g}, but an embedding or head on a grid takes {method.bits[0]} to "
+                f"{method.bits[-1]} whole bits; give those, or method trellis."
             )
-    chosen = [bits for bits in method.widths if budget.quarters or not bits % 1]
+    chosen = [bits for bits in method.bits if budget.quarters or not bits % 1]
     free: Sequence[Bits] = (FLOATS,) if budget.size is None and budget.bits is None else (*chosen, FLOATS)
     widths: dict[str, Sequence[Bits]] = {}
     for role, part in embedding_and_head.parts.items():
         bits, why = given.get(role, given["embedding"]), _obstacle(part)
         if why and bits not in (None, FLOATS):
             raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
-        exact = tuple(own for own in (*method.widths, FLOATS) if own == bits)  # 3 where a recipe has 3.0
+        exact = tuple(own for own in (*method.bits, FLOATS) if own == bits)  # 3 where a recipe has 3.0
         widths[role] = (FLOATS,) if why else exact or free
     return widths
 

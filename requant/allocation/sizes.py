@@ -100,7 +100,7 @@ def overhead_bytes(run: RunContext, embedding_and_head: EmbeddingAndHead) -> int
     matrices = {target.name: largest_tensors(run, target) for target in run.targets}
     method = table_method(run.recipe)
     own = {
-        part.name: max((method.packed_spec(part.shape, bits).tensors() for bits in method.widths), key=len)
+        part.name: max((method.packed_spec(part.shape, bits).tensors() for bits in method.bits), key=len)
         for part in embedding_and_head.parts.values()
     }
     whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, embedding_and_head=own)

@@ -96,7 +96,7 @@ def _rows(dense: Any, rows: slice) -> Grid:
 
 GRID = TableMethod(
     name="grid",
-    widths=(3, 4, 5, 6, 7, 8),
+    bits=(3, 4, 5, 6, 7, 8),
     packed_spec=packed_spec,
     quantize=quantize,
     predicted_losses=predicted_losses,

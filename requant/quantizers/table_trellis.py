@@ -218,7 +218,7 @@ def _loss(bands: Sequence[_Band], widths: Sequence[Bits]) -> float:
 
 TRELLIS = TableMethod(
     name="trellis",
-    widths=tuple(_plain(bits / PERIOD) for bits in range(FEWEST_BITS * PERIOD, MAX_SHIFT * PERIOD + 1)),
+    bits=tuple(_plain(bits / PERIOD) for bits in range(FEWEST_BITS * PERIOD, MAX_SHIFT * PERIOD + 1)),
     packed_spec=packed_spec,
     quantize=quantize,
     predicted_losses=predicted_losses,

@@ -1,4 +1,4 @@
-"""The coding of an embedding or a head: its widths, what it stores, its codes, and the loss that they are expected to cost.
+"""The coding of an embedding or a head: its bits, what it stores, its codes, and the loss that they are expected to cost.
 
 An embedding's rows are looked up one by one and belong to tokens that range from common to absent, so it is coded
 differently from a linear layer: a use u (`Curvature`) weights row i by r_ui, and all rows share the covariance C_u,
@@ -25,8 +25,8 @@ class TableMethod:
     """One way to code a table `[V, d]`."""
 
     name: str
-    widths: tuple[Bits, ...]
-    """Bits of a code, ascending."""
+    bits: tuple[Bits, ...]
+    """Of a code, ascending."""
     packed_spec: Callable[[tuple[int, int], Bits], PackedSpec]
     """The most that is stored for a shape, which is what a budget counts with; fine-tuning adds nothing."""
     quantize: Callable[[Float[Tensor, "v d"], Uses, Bits], QuantizedWeight]

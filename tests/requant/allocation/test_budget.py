@@ -67,7 +67,7 @@ def test_embedding_and_head_have_the_fewest_bits_that_add_little(
         )
     )
     parts = embedding_and_head_of(run.model)
-    widths = [*table_method(run.recipe).widths, 16]
+    widths = [*table_method(run.recipe).bits, 16]
     losses = embedding_and_head_losses(run, parts, dict.fromkeys(parts.parts, widths))
     limit = EMBEDDING_AND_HEAD_LOSS * kept.predicted / len(losses)
     chosen = {"embedding": found.embedding_bits, "head": found.head_bits}

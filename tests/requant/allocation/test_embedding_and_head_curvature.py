@@ -33,7 +33,7 @@ def foretold(run, weight: torch.Tensor, use: Curvature, method: str) -> dict:
     context = run("llama")
     recipe = dataclasses.replace(context.recipe, method=method, quantizer=METHODS[method].config())
     context = dataclasses.replace(context, recipe=recipe, curvature={"embedding": [use]})
-    widths = [*table_method(recipe).widths, 16]
+    widths = [*table_method(recipe).bits, 16]
     return embedding_and_head_losses(context, embedding_and_head, {"embedding": widths})["embedding"]
 
 
