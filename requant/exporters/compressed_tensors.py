@@ -19,7 +19,7 @@ cannot be folded into the layer before), groups that do not divide the columns. 
 numbers again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from requant.formats.bits import pack_bits
 from requant.formats.grid import Grid
 from requant.formats.other_programs import grid_of, grid_spec_of, inexpressible
 from requant.formats.quantized_weight import QuantizedWeight
+from requant.models.file_names import module_names
 
 VERSION = "0.15.0"  # the layout of zero points and of odd bit widths since this version of the package
 LOADING = "vLLM reads it as it is; transformers does with the package `compressed-tensors`."
@@ -86,9 +87,18 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
 
 def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, Any]:
-    """`quantization_config` of config.json."""
-    quantized = {name for names in groups.values() for name in names}
-    linears = [name for name, module in source.skeleton.named_modules() if isinstance(module, nn.Linear)]
+    """`quantization_config` of config.json.
+
+    Readers look layers up by name: transformers by its own, vLLM mostly by those in the files. Where they differ, since
+    transformers renames what it loads (EXAONE), both are given.
+    """
+    linears = {path for path, module in source.skeleton.named_modules() if isinstance(module, nn.Linear)}
+    stored = [*(f"{name}.weight" for name in source.specs), *source.plain_names()]
+    found = module_names(source.skeleton, stored, source.skeleton.state_dict())
+    paths = {name.removesuffix(".weight"): path.removesuffix(".weight") for name, path in found.items()}
+    quantized = {paths[name] for names in groups.values() for name in names}
+    ignored = {name: path for name, path in paths.items() if path in linears - quantized}
+    tied = sorted(linears - quantized - set(ignored.values()))  # a head that the files do not hold
     return {
         "quant_method": "compressed-tensors",
         "version": VERSION,
@@ -98,7 +108,7 @@ def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, An
         "kv_cache_scheme": None,
         "config_groups": {
             f"group_{index}": {
-                "targets": ["Linear"] if len(groups) == 1 else names,
+                "targets": ["Linear"] if len(groups) == 1 else _both(names, paths),
                 "format": "pack-quantized",
                 "weights": _arguments(*key),
                 "input_activations": None,
@@ -106,8 +116,13 @@ def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, An
             }
             for index, (key, names) in enumerate(groups.items())
         },
-        "ignore": [name for name in linears if name not in quantized],
+        "ignore": [*_both(list(ignored), paths), *tied],
     }
+
+
+def _both(names: list[str], paths: Mapping[str, str]) -> list[str]:
+    """Layers by their names in the files and by those in the model, each once."""
+    return list(dict.fromkeys([*names, *(paths[name] for name in names)]))
 
 
 def _arguments(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:

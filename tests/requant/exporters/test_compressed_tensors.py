@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from requant.checkpoint.read import load_weights
 from requant.errors import InputError
@@ -136,6 +136,31 @@ def test_mixed_widths_with_zero_points_are_not_said_to_be_for_transformers(
     ).eval()
     found, expected = (model(TOKENS).logits for model in (theirs, load(checkpoint, dequantize=True)))
     assert (found - expected).norm() > 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("widths", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_layers_that_transformers_renames_have_both_names(
+    grid_checkpoint, tmp_path: Path, widths: int
+) -> None:
+    """Were they named as in the files alone, transformers would take each for one that is not quantized."""
+    if "exaone" not in CONFIG_MAPPING:
+        pytest.skip("EXAONE is not in this transformers")
+    checkpoint = grid_checkpoint(
+        "exaone", bits=lambda name: 8 if widths == 2 and "down_proj" in name else 4, num_hidden_layers=1
+    )
+    export(checkpoint, "compressed-tensors", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    targets = [group["targets"] for group in config["config_groups"].values()]
+    if widths == 1:
+        assert targets == [["Linear"]]
+    else:
+        assert targets[1] == ["transformer.h.0.mlp.c_proj", "model.layers.0.mlp.down_proj"]
+    pytest.importorskip("compressed_tensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16).eval()
+    assert torch.equal(theirs(TOKENS).logits, load(checkpoint, dequantize=True)(TOKENS).logits)
 
 
 def test_bfloat16_is_said_to_round(grid_checkpoint, tmp_path: Path) -> None:
