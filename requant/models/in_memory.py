@@ -22,6 +22,11 @@ def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
             f"this {type(model).__name__} is quantized already; give the original model or, for FP8 and MXFP4, one "
             "that transformers loaded with dequantize=True."
         )
+    if missing := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+        raise ModelError(
+            f"{missing[0][:80]} of the loaded model is on the device meta, without its values, as where device_map "
+            "offloads layers; give the model's folder or name, or load it without device_map."
+        )
     if device != "auto":
         wanted = torch.device(pick_device(device))
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index or 0):

@@ -102,5 +102,14 @@ def test_what_does_not_go_with_a_model_is_refused(tiny_folder, tokenizer, monkey
         for call in (requant.quantize, requant.score):
             with pytest.raises(ModelError, match=sentence):
                 call(given, tiny_recipe("rtn"), **arguments)
-    with pytest.raises(ModelError, match="device cpu is not that of the loaded model, meta; move the model"):
-        requant.quantize(model.to("meta"), tiny_recipe("rtn"), device="cpu")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(type(model), "device", torch.device("xpu"))
+        with pytest.raises(
+            ModelError, match="device cpu is not that of the loaded model, xpu; move the model"
+        ):
+            requant.quantize(model, tiny_recipe("rtn"), device="cpu")
+    model.model.layers[1].mlp.to("meta")  # as where device_map offloads a part
+    with pytest.raises(
+        ModelError, match=r"1\.mlp\.gate_proj\.weight of the loaded model is on the device meta"
+    ):
+        requant.quantize(model, tiny_recipe("rtn"))
