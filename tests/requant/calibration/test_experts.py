@@ -18,6 +18,7 @@ from requant.models.targets import find_linears
 from requant.pipeline import best
 from requant.pipeline.preparation.outline import outline
 from requant.quantizers.gptq import GptqConfig
+from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.run import quantize_linears
@@ -173,7 +174,16 @@ def test_starved_experts_are_reported(tiny_folder, tiny_text_file, tmp_path) -> 
     recipe = dataclasses.replace(RECIPE, calibration=Calibration(num_samples=1, seq_len=32))
     result = requant.quantize(str(tiny_folder("qwen3-moe")), recipe, tiny_text_file)
     assert sum(result.routed_tokens.values()) == 2 * 2 * 32
-    assert any("8 of 8 experts saw fewer tokens" in warning for warning in result.warnings)
+    said = "8 of 8 experts saw fewer tokens"
+    assert any(said in warning for warning in result.warnings)
+    unfitted = dataclasses.replace(recipe, method="rtn", quantizer=RtnConfig())
+    for other, fitted in (
+        (unfitted, False),
+        (dataclasses.replace(unfitted, mode="paper"), True),
+        (dataclasses.replace(unfitted, budget=Budget(bits=5)), True),
+    ):
+        warnings = dataclasses.replace(result, recipe=other).warnings
+        assert any(said in warning for warning in warnings) == fitted
     requant.save(result, tmp_path / "out")
     assert "tokens routed" in (tmp_path / "out" / "report.html").read_text()
 
