@@ -7,7 +7,7 @@ from torch import nn
 
 from requant.errors import InputError
 from requant.formats.other_programs import inexpressible, misfit
-from requant.models.experts import unfuse_experts
+from requant.models.experts import Experts, unfuse_experts
 from requant.models.llama_cpp import check_architecture
 from requant.models.loading import auto_class, load_config, resolve_source
 from requant.models.targets import find_linears
@@ -30,6 +30,13 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
     with torch.device("meta"):
         skeleton = auto_class(config).from_config(config)
         unfuse_experts(skeleton)
+    if any(
+        isinstance(module, Experts) for module in skeleton.modules()
+    ):  # also where all of them are skipped
+        raise InputError(
+            f"--for {program}: this model is a mixture of experts, whose exported form has not been tested with any reader; "
+            "leave --for out, and export --to dense."
+        )
     for target in find_linears(skeleton, skip=recipe.skip):
         spec = METHODS[recipe.method].packed_spec(
             recipe.quantizer, target.shape, finetuned=recipe.finetune.trains
@@ -37,11 +44,6 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
         what = OBSTACLES[export](spec)
         if what is None and not isinstance(target.module, nn.Linear):
             what = f"is not a linear layer but a {type(target.module).__name__}"
-        if what is None and target.experts is not None:  # which no group size changes
-            raise InputError(
-                f"--for {program}: {target.name} is a matrix of an expert, whose exported form has not been tested with "
-                "any reader; leave --for out, and export --to dense."
-            )
         if what is not None:
             raise InputError(
                 f"--for {program}: {target.name} {what}; choose another --group-size, --skip it, or leave --for out."
