@@ -25,8 +25,7 @@ def recipe_for(
         if options.get("calibration") is not None:
             raise RecipeError("text and calibration are the same option; give one of them.")
         options = {**options, "calibration": text}
-    if isinstance(model, Recipe | Mapping):
-        raise ModelError("what was given as model is a recipe; give it as recipe=..., which names its model.")
+    check_no_recipe(model)
     if not isinstance(model, str | PreTrainedModel | None):
         raise ModelError(
             f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name, an alias or a "
@@ -37,3 +36,9 @@ def recipe_for(
     else:
         gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__
     return recipe_from_options(recipe, model=name, gpu=gpu, **options)
+
+
+def check_no_recipe(model: object) -> None:
+    """Raise ModelError for a recipe in the place of the model."""
+    if isinstance(model, Recipe | Mapping):
+        raise ModelError("what was given as model is a recipe; give it as recipe=..., which names its model.")

@@ -18,12 +18,13 @@ from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
 from requant.display import format_bytes
-from requant.errors import OutputError
+from requant.errors import ModelError, OutputError
 from requant.files import path_of
 from requant.models.devices import pick_device
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.quantize import quantize
 from requant.recipe.options import budget_name, output_folder, recipe_from_options
+from requant.recipe.python_call import check_no_recipe
 from requant.recipe.schema import Recipe
 from requant.recipe.sizes import parse_budgets
 from requant.recipe.yaml_files import dump_recipe
@@ -71,6 +72,12 @@ def sweep(
     Raises RequantError.
     """
     model = str(model) if isinstance(model, Path) else model
+    check_no_recipe(model)
+    if not isinstance(model, str | None):
+        raise ModelError(
+            f"a sweep reads the model anew for every budget, so it takes a text, not {type(model).__name__}; "
+            "give a folder, a name or an alias."
+        )
     where = pick_device(device)
     recipes = _recipes(model, bits, recipe, options, gpu=where.startswith("cuda"))
     by_default = sweep_folder(next(iter(recipes.values())))

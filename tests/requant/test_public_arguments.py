@@ -44,6 +44,12 @@ def test_what_is_no_model_is_refused(value: Any) -> None:
         if value is not None:  # the recipe's
             with pytest.raises(ModelError, match=said):
                 call(value, bits=3)
+    if value is not None:
+        said = (
+            "is a recipe" if value == {} else f"so it takes a text, not {type(value).__name__}; give a folder"
+        )
+        with pytest.raises(ModelError, match=said):
+            requant.sweep(value, [2, 3])
     with pytest.raises(InputError, match=f"returned, not {type(value).__name__}"):
         requant.save(value, "output")
 
