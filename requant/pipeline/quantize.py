@@ -108,6 +108,10 @@ def quantize(
         raise InputError(
             f"workspace must be a Workspace of requant.run.workspace, not {type(workspace).__name__}; give one of a folder."
         )
+    if not isinstance(statistics, dict | None):
+        raise InputError(
+            f"statistics must be a dict, not {type(statistics).__name__}; give {{}}, the same one in calls that share it."
+        )
     workspace = workspace or Workspace(None)
     where = pick_device(device) if isinstance(model, str) else model.device
     shown = progress.display(shown=not quiet)

@@ -88,6 +88,7 @@ def test_a_dtype_of_torch_is_a_dtype_and_the_result_is_said_in_a_line() -> None:
         ({"bits": 3, "target": []}, r"--for \[\] is unknown"),
         ({"bits": 3, "device": None}, "--device None is unknown"),
         ({"bits": True}, "--bits True is not a number"),
+        ({"bits": 3, "statistics": 3}, "statistics must be a dict, not int; give {}, the same one"),
         (
             {"bits": 3, "workspace": "folder"},
             "workspace must be a Workspace of .*, not str; give one of a folder",
