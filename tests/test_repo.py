@@ -1,6 +1,7 @@
 """What holds for the repository as a whole."""
 
 import ast
+import gc
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -71,7 +72,9 @@ def modules(folder: str) -> list[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    gc.freeze()  # trees stay until the end: the garbage collector need not look through all of them again and again
+    return tree
 
 
 @pytest.mark.parametrize("path", modules("requant") + modules("kernels") + modules("eval"), ids=str)

@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "kind",
     [
-        "gemma4",  # beside an encoder of images
+        pytest.param("gemma4", marks=pytest.mark.slow),  # beside an encoder of images
         *("nemotron_h dense", "mamba2"),
         # attention beside a state space or convolutions as above; the last one beside an encoder too
         *(
@@ -65,6 +65,7 @@ def test_a_checkpoint_computes_what_the_run_computed(kind: str, text: Path, tmp_
     assert cache_bytes(result.model, 32) > 0
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding_in_codes_are_read_beside_encoders(text: Path, tmp_path: Path) -> None:
     """Gemma 4 reads its embedding's row of the padding by itself; its per-layer embeddings are coded too."""
     recipe = dataclasses.replace(RECIPE, budget=Budget(head_bits=8, embedding_bits=8))
@@ -78,9 +79,9 @@ def test_rows_of_an_embedding_in_codes_are_read_beside_encoders(text: Path, tmp_
 @pytest.mark.parametrize(
     "kind",
     [
-        "gemma4",  # takes a row of `embedding.weight`
+        pytest.param("gemma4", marks=pytest.mark.slow),  # takes a row of `embedding.weight`
         "olmo",  # norms without weights: no float is left
-        "modernbert-decoder",  # its tied head has a bias
+        pytest.param("modernbert-decoder", marks=pytest.mark.slow),  # its tied head has a bias
     ],
 )
 def test_embedding_and_head_in_codes(kind: str, text: Path, tmp_path: Path) -> None:

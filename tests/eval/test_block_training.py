@@ -84,6 +84,7 @@ def test_blocks_are_between_the_original_states(study: Study) -> None:
             torch.testing.assert_close(block.outputs, expected[index + 1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
 def test_blocks_are_compiled_once_for_all(study: Study, counting_compiler, monkeypatch) -> None:
     """Without a graph and with one, not once a block."""
@@ -98,7 +99,9 @@ def test_blocks_are_compiled_once_for_all(study: Study, counting_compiler, monke
 @pytest.mark.parametrize(
     ("make", "method", "options"),
     [
-        (block_training.efficient_qat, "rtn", {"bits": 2, "group_size": 16}),
+        pytest.param(
+            block_training.efficient_qat, "rtn", {"bits": 2, "group_size": 16}, marks=pytest.mark.slow
+        ),
         (block_training.qtip, "gptq", {"bits": 2, "group_size": 16}),  # any method: these codes are quick
         pytest.param(
             block_training.qtip,

@@ -189,13 +189,13 @@ def run_cases(numbers: range | list[int], pristine: Callable[[str], Path], folde
     return classes
 
 
-def test_a_hundred_cases(pristine, tmp_path: Path) -> None:
+def test_fifty_cases(pristine, tmp_path: Path) -> None:
     chosen = os.environ.get("FUZZ_CASES")
-    numbers = [int(number) for number in chosen.split(",")] if chosen else range(100)
+    numbers = [int(number) for number in chosen.split(",")] if chosen else range(50)
     classes = run_cases(numbers, pristine, tmp_path)
     if chosen is None:  # the fuzzer does damage, and the loader takes what is none
-        assert sum(n for name, n in classes.items() if name.endswith("refused")) > 50
-        assert sum(n for name, n in classes.items() if name.endswith("equal")) > 5
+        assert sum(n for name, n in classes.items() if name.endswith("refused")) > 25
+        assert sum(n for name, n in classes.items() if name.endswith("equal")) > 2
 
 
 @pytest.mark.slow

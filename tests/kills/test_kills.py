@@ -21,7 +21,7 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Recovery
 from requant.recipe.yaml_files import dump_recipe
 
-CASES, SLOW_CASES = 1, 50
+CASES = 50
 MOST_KILLS = 3
 COMMAND = """
 import sys
@@ -135,8 +135,8 @@ def undisturbed(
 
 def cases() -> Iterator[object]:
     chosen = os.environ.get("KILLS")
-    for number in range(SLOW_CASES) if chosen is None else [int(chosen)]:
-        marks = () if chosen is not None or number < CASES else pytest.mark.slow
+    for number in range(CASES) if chosen is None else [int(chosen)]:
+        marks = () if chosen is not None else pytest.mark.slow
         yield pytest.param(number, marks=marks, id=f"{number}-{list(MODES)[number % len(MODES)]}")
 
 

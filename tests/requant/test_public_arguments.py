@@ -122,7 +122,10 @@ def test_a_device_of_torch_is_a_device() -> None:
 
 @pytest.mark.parametrize(
     ("call", "mode"),
-    [(requant.quantize, torch.no_grad), (requant.score, torch.inference_mode)],
+    [
+        pytest.param(requant.quantize, torch.no_grad, marks=pytest.mark.slow),
+        (requant.score, torch.inference_mode),
+    ],
     ids=lambda given: given.__name__,
 )
 def test_gradients_that_the_caller_turned_off_are_there(

@@ -31,7 +31,12 @@ def matrix_bytes(checkpoint: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("method", "bits", "mode"),
-    [("rtn", "3.3", "dense"), ("gptq", "3", "dense"), ("hqq", "4", "best"), ("kmeans", "6.1", "paper")],
+    [
+        ("rtn", "3.3", "dense"),
+        pytest.param("gptq", "3", "dense", marks=pytest.mark.slow),
+        ("hqq", "4", "best"),
+        pytest.param("kmeans", "6.1", "paper", marks=pytest.mark.slow),
+    ],
 )
 def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, method, bits, mode) -> None:
     code, out, error = cli(
@@ -48,7 +53,11 @@ def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, metho
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("llama", 0.5), ("llama-tied", 0.35), pytest.param("gpt2", 0.35, marks=pytest.mark.slow)],
+    [
+        pytest.param("llama", 0.5, marks=pytest.mark.slow),
+        ("llama-tied", 0.35),
+        pytest.param("gpt2", 0.35, marks=pytest.mark.slow),
+    ],
 )
 def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name: str, share: float) -> None:
     size = round(share * folder_bytes(tiny_folder(name)))
@@ -115,7 +124,7 @@ def test_bytes_of_a_sparse_part_are_left(tiny_folder, tiny_text_file: Path) -> N
     assert spent < allocate_bits(started(folder, tiny_text_file, recipe)).bytes - 0.8 * left
 
 
-@pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])
+@pytest.mark.parametrize(("method", "steps"), [pytest.param("lut", 0, marks=pytest.mark.slow), ("kmeans", 2)])
 def test_8_bit_levels_are_planned_to_the_byte(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, steps: int
 ) -> None:

@@ -145,7 +145,10 @@ RECIPE = Recipe(
 )
 
 
-@pytest.mark.parametrize("inputs", ["original", "quantized", "corrected"])
+@pytest.mark.parametrize(
+    "inputs",
+    [*(pytest.param(inputs, marks=pytest.mark.slow) for inputs in ("original", "quantized")), "corrected"],
+)
 def test_a_run_that_was_interrupted_ends_with_the_same_codes(
     tiny_folder, tiny_text_file, tmp_path, monkeypatch, inputs: str
 ) -> None:

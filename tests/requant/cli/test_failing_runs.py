@@ -74,7 +74,7 @@ def test_memory_that_runs_out_inside_transformers(cli, monkeypatch) -> None:
     "name",
     [
         "requant.run.workspace.write_as_made",
-        "requant.checkpoint.writer.write_safetensors",
+        pytest.param("requant.checkpoint.writer.write_safetensors", marks=pytest.mark.slow),
         "requant.checkpoint.save.write_bytes",
     ],
 )

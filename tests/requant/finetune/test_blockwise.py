@@ -194,7 +194,7 @@ def test_a_rank_without_windows_takes_part(
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
-@pytest.mark.parametrize("graphs_kept", [0, 1])
+@pytest.mark.parametrize("graphs_kept", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_blocks_are_compiled_once_for_all_phases(
     tiny_model, random_weight, windows, counting_compiler, graphs_kept: int
 ) -> None:

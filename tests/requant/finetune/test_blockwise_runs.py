@@ -23,7 +23,7 @@ from requant.run.quantize_linears import quantize_linears
 from .coded_model import run_of
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_rounds_and_the_last_phase_end_where_those_of_the_whole_model_do(
     tiny_folder, tiny_text_file, name
 ) -> None:
@@ -84,7 +84,8 @@ def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
     assert isinstance(teacher, Teacher) and "is not trained block by block" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_model_in_16_bits_is_trained_block_by_block_on_a_cpu(
     tiny_folder, tiny_text_file, caplog, dtype
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_model_in_float32_is_trained_block_by_block_on_a_gpu(
     assert distance < 0.05 * sum(change.norm() ** 2 for change in ends[0].values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products_of_a_gpu")
 def test_a_step_that_is_broken_off_leaves_the_blocks_as_they_were(
     tiny_folder, tiny_text_file, monkeypatch
@@ -165,7 +167,8 @@ def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_f
         assert torch.equal(weight.dequantize(), again[name].dequantize())
 
 
-@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("agreed", [True, False])
 def test_states_of_a_model_that_is_trained_as_a_whole_outlive_its_rounds(
     tiny_folder, tiny_text_file, monkeypatch, agreed
 ) -> None:

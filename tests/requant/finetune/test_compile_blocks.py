@@ -29,8 +29,14 @@ def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("hidden_weight", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("kind", "hidden_weight"),
+    [
+        ("llama", 3.0),
+        ("gpt2", 0.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", 0.0), ("gpt2", 3.0))),
+    ],
+)
 def test_blocks_are_compiled_once_for_all(tiny_folder, counting_compiler, kind, hidden_weight) -> None:
     """As many compilations as kinds of calls, not of blocks."""
     model = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")

@@ -61,7 +61,9 @@ def digests(folder: Path) -> dict[str, str]:
     ("name", "method", "dtype", "changes"),
     [
         pytest.param("llama", "trellis", "bfloat16", {}, marks=pytest.mark.slow),
-        ("gpt2", "gptq", "auto", {"budget": Budget(bits=4.5, head_bits=4.0)}),
+        pytest.param(
+            "gpt2", "gptq", "auto", {"budget": Budget(bits=4.5, head_bits=4.0)}, marks=pytest.mark.slow
+        ),
         ("llama-tied", "rtn", "auto", {"budget": Budget(bits=4.5), "skip": ("down_proj",)}),
         pytest.param("qwen3-moe", "lut", "auto", {"mode": "dense"}, marks=pytest.mark.slow),
         pytest.param("gemma3", "kmeans", "bfloat16", {}, marks=pytest.mark.slow),

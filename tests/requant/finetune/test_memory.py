@@ -58,9 +58,9 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("by_block", "tokens", "hidden_weight"),
     [
-        (False, 128, 0.0),
+        pytest.param(False, 128, 0.0, marks=pytest.mark.slow),
         (False, 128, 3.0),
-        (True, 128, 0.0),
+        pytest.param(True, 128, 0.0, marks=pytest.mark.slow),
         (True, 512, 3.0),
         pytest.param(True, 1024, 0.0, marks=pytest.mark.slow),
     ],

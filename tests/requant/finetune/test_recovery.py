@@ -77,7 +77,7 @@ def test_recovery_lowers_the_divergence(
     assert all(0 <= rate <= 1 for rate in rates) and (method == "fixed" or max(rates) > 0)
 
 
-@pytest.mark.parametrize("bits", [3, 16])
+@pytest.mark.parametrize("bits", [pytest.param(3, marks=pytest.mark.slow), 16])
 def test_ast_without_decay_and_with_frozen_masks_is_fixed(tiny_folder, tiny_text_file, bits) -> None:
     """Bit for bit: pruned weights have gradients there, and change nothing."""
     run, pruned = pruned_run(str(tiny_folder("llama")), tiny_text_file, bits)

@@ -149,6 +149,7 @@ def test_it_goes_on_by_the_other_kind_of_step(
     assert len(steps) == STEPS
 
 
+@pytest.mark.slow
 def test_it_begins_anew_where_codes_that_it_was_trained_with_are_damaged(
     tiny_folder, tiny_text_file, tmp_path, monkeypatch, steps, caplog
 ) -> None:

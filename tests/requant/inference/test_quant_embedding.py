@@ -22,7 +22,7 @@ from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
 
-from ...architectures import whole_runs
+from ...architectures import DENSE
 from .embeddings import IDS, logits, recipe_of
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
@@ -30,12 +30,18 @@ pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 METHOD_NAMES = ["rtn", "trellis"]  # of the matrices; that of embedding and head follows
 
 
-@pytest.mark.parametrize("name", whole_runs())
+# tied and not; with rows that are scaled; with positions in an embedding of their own
+QUICK = ("llama-tied", "llama", "gemma2", "gpt2", "opt")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in DENSE]
+)
 def test_a_checkpoint_gives_the_logits_that_were_measured(make, name: str) -> None:
     gives_the_logits_that_were_measured(make, name, "rtn", GridSpec)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_trellis_codes_does_too(make, name: str) -> None:
     gives_the_logits_that_were_measured(make, name, "trellis", TrellisSpec)
 
@@ -66,7 +72,13 @@ def test_rows_that_are_scaled_in_another_way_than_gemmas(make, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])
 @pytest.mark.parametrize(
-    ("method", "bits"), [("rtn", 4), ("rtn", 5), ("rtn", 6), ("trellis", 2), ("trellis", 4.75)]
+    ("method", "bits"),
+    [
+        ("rtn", 4),
+        *(pytest.param("rtn", bits, marks=pytest.mark.slow) for bits in (5, 6)),
+        pytest.param("trellis", 2, marks=pytest.mark.slow),
+        ("trellis", 4.75),
+    ],
 )
 def test_every_width(make, name: str, method: str, bits: float) -> None:
     result, path = make(name, method=method, head_bits=bits, embedding_bits=bits)
@@ -234,7 +246,7 @@ def test_old_checkpoints_keep_their_version(make) -> None:
     assert read_header(path).quantization["format_version"] == 6
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_bands_are_saved_and_loaded(make_banded, tmp_path: Path, name: str) -> None:
     result, path = make_banded(name)
     header = read_header(path)

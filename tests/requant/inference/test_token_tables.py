@@ -61,7 +61,7 @@ def logits(model) -> torch.Tensor:
     ("method", "name"),
     [
         ("trellis", "gemma3n"),
-        ("rtn", "gemma4-per-layer"),
+        pytest.param("rtn", "gemma4-per-layer", marks=pytest.mark.slow),
         pytest.param("rtn", "gemma3n", marks=pytest.mark.slow),
         pytest.param("trellis", "gemma4-per-layer", marks=pytest.mark.slow),
     ],
@@ -116,6 +116,7 @@ def test_a_size_is_split_among_all_of_them(make) -> None:
     assert set(result.allocation.bits_of_tables) == {"embedding", "head", TABLE}
 
 
+@pytest.mark.slow
 def test_training_leaves_it_as_it_is_coded(make) -> None:
     """It takes part with its codes, so that all else learns beside them."""
     plain, _ = make("gemma3n", embedding_bits=4, head_bits=4)

@@ -20,6 +20,8 @@ from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 
+from ...architectures import EXPERTS
+
 RECIPE = Recipe(
     mode="dense",
     method="rtn",
@@ -128,6 +130,14 @@ def test_a_gate_that_clamps_is_not_the_kernels_own(tiny_model) -> None:
         assert is_silu(layer[0]) == plain, name
 
 
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "deepseek-v3",
+        "gpt-oss",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS if n not in ("deepseek-v3", "gpt-oss")),
+    ],
+)
 def test_round_trip_through_transformers_and_export(
     mixture: str, tiny_folder, tiny_text_file, tmp_path
 ) -> None:

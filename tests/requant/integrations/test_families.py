@@ -86,7 +86,11 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
                 "down_proj",
             },
         ),
-        ("llama4", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        pytest.param(
+            "llama4",
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "qwen3.5-moe",
             {

@@ -54,12 +54,12 @@ def logits(model) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    # The trellis takes half a minute here; test_every_container has a random one.
+    # whose containers differ; test_every_container has random ones of all methods
     [
         pytest.param(
             method,
             name,
-            marks=[pytest.mark.slow] * (method == "trellis" or (name == "llama") > (method == "rtn")),
+            marks=[pytest.mark.slow] * ((method, name) not in (("rtn", "llama"), ("kmeans", "llama-tied"))),
         )
         for method in METHODS
         for name in ("llama", "llama-tied")
@@ -156,6 +156,7 @@ def test_any_order_of_imports_registers(imports: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow  # imports of seven seconds
 def test_without_requant_transformers_stops(saved) -> None:
     """An empty `weight` beside the codes: stock transformers finds a wrong shape where it would invent numbers. Then requant
     may come, though transformers came first."""

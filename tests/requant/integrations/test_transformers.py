@@ -49,7 +49,7 @@ def test_every_container(make_checkpoint, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shard", ["1GB", "40KB"])
+@pytest.mark.parametrize("shard", [pytest.param("1GB", marks=pytest.mark.slow), "40KB"])
 def test_save_pretrained_round_trip(make_checkpoint, tmp_path: Path, name: str, shard: str) -> None:
     path, plain = make_checkpoint(name, dtype=torch.bfloat16)
     load(path).save_pretrained(tmp_path / "again", max_shard_size=shard)

@@ -29,6 +29,7 @@ subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is what getrusage says")
 def test_the_peak_is_not_that_of_a_larger_parent() -> None:
     found = subprocess.run([sys.executable, "-c", PARENT], check=True, capture_output=True, text=True).stdout

@@ -171,6 +171,7 @@ def test_skipped_matrices_do_not_learn(quantized, trained_state) -> None:
     assert not torch.equal(state["model.norm.weight"], trained_state["model.norm.weight"])
 
 
+@pytest.mark.slow
 def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) -> None:
     result = quantized(budget=Budget(bits=3.0), finetune=BRIEF)
     requant.save(result, tmp_path / "out")
@@ -204,7 +205,9 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
     assert again.after.mean_kl == first.after.mean_kl
 
 
-@pytest.mark.parametrize(("rounds", "training"), [(None, "best"), (0, "quantize")])
+@pytest.mark.parametrize(
+    ("rounds", "training"), [(None, "best"), pytest.param(0, "quantize", marks=pytest.mark.slow)]
+)
 def test_training_that_does_not_fit_leaves_codes_to_write(
     trained_model,
     trained_state,
@@ -249,6 +252,7 @@ def test_training_that_does_not_fit_leaves_codes_to_write(
         assert len(made) == before == len(result.weights)
 
 
+@pytest.mark.slow
 def test_rounds_may_match_hidden_states_too(quantized, without_outliers) -> None:
     """At the same bytes the weights differ, and the end is no worse than codes alone."""
     matched, codes = without_outliers("best"), without_outliers("dense")

@@ -60,7 +60,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         ("deepseek-v3", "rtn", "model.layers.1.mlp.experts.3.down_proj"),
         ("qwen3-moe", "rtn", "model.layers.0.self_attn.q_proj"),
         ("gpt-oss", "rtn", "model.layers.0.self_attn.q_proj"),
-        ("deepseek-v4", "rtn", "model.layers.1.self_attn.q_a_proj"),
+        pytest.param("deepseek-v4", "rtn", "model.layers.1.self_attn.q_a_proj", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_end_to_end(
@@ -127,6 +127,7 @@ def test_sizes_before_are_those_of_the_files(
     assert row["before"] == f"{bits:.3f}"
 
 
+@pytest.mark.slow
 def test_matrices_on_the_host_give_the_same_bytes(
     folder, tiny_text_file: Path, tmp_path: Path, hosted
 ) -> None:

@@ -38,7 +38,12 @@ def sparse_count(result: requant.QuantizedModel) -> int:
 
 @pytest.mark.parametrize(
     ("rule", "score"),
-    [("adaptive", "pqi"), ("adaptive", "marginal"), ("uniform", "marginal"), ("iqr", "pqi")],
+    [
+        ("adaptive", "pqi"),
+        pytest.param("adaptive", "marginal", marks=pytest.mark.slow),
+        ("uniform", "marginal"),
+        ("iqr", "pqi"),
+    ],
 )
 def test_paper_mode_detaches_what_the_recipe_says(run, rule: str, score: str) -> None:
     recipe = changed(detach={"outlier_rule": rule}, sensitivity={"score": score})
@@ -299,13 +304,15 @@ def test_devices() -> None:
     assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("score", ["hessian", "gradient"])
+@pytest.mark.parametrize("score", ["hessian", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_the_other_scores_run_too(run, score: str) -> None:
     result = run(changed(sensitivity=Sensitivity(score=score)))
     assert sparse_count(result) > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gpt2"))]
+)
 def test_corrected_inputs_bring_outputs_nearer(
     tiny_model, tokenizer, tiny_text_file: Path, name: str
 ) -> None:

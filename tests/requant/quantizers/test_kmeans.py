@@ -41,7 +41,7 @@ def test_narrow_rows_are_optimal(layer, k, bits):
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "bfloat16"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_wide_rows_are_within_a_fifth_of_a_percent(layer, bits, kind):
     made = layer(3, 1408)
     weight = made.weight

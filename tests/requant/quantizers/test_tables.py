@@ -34,6 +34,7 @@ def test_feedback_of_a_trellis_follows_the_covariance() -> None:
     assert loss_of(weight, informed, [use]) < 0.9 * loss_of(weight, blind, [use])
 
 
+@pytest.mark.slow
 def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
     weight, use = by_frequency(2100)
     found = TRELLIS.quantize(weight, [use], 3.5)

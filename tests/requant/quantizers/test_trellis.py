@@ -153,7 +153,7 @@ def cheapest_by_definition(targets: torch.Tensor, values: torch.Tensor, shift: i
         ("mul1", 3),
         ("pair", 2),
         ("mul1", 5),
-        ("pair", 3),
+        pytest.param("pair", 3, marks=pytest.mark.slow),
         pytest.param("mul1", 8, marks=pytest.mark.slow),
     ],
 )

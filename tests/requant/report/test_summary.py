@@ -16,7 +16,7 @@ from requant.report.summary import run_summary
     [
         ("llama", "rtn", None),
         ("gpt2", "rtn", None),  # an embedding of positions
-        ("qwen3-moe", "lut", 4.0),
+        pytest.param("qwen3-moe", "lut", 4.0, marks=pytest.mark.slow),
         pytest.param("gemma4-per-layer", "rtn", 4.0, marks=pytest.mark.slow),
     ],
 )

@@ -57,6 +57,7 @@ def test_a_sweep_that_is_not_finished_is_not_to_be_removed(tiny_folder, tmp_path
     assert "remove" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_a_model_limits_is_not_quantized_again(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,7 +199,7 @@ def test_who_leaves_is_not_written_for(url: str, model: Slow) -> None:
     model.pause = 0.0
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_who_leaves_keeps_no_place_in_the_queue(model: Slow, chatty, stream: bool) -> None:
     model.pause = 0.1
     engine = Engine(model, chatty, limits=Limits(max_tokens=40, context=100, waiting=1, batch=1))

@@ -306,7 +306,7 @@ def test_kept_floats_are_planned_where_nothing_else_takes_as_much(tmp_path: Path
 
 @pytest.mark.usefixtures("full_reports")
 @pytest.mark.parametrize("on_host, kept", [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_diagnosis_decodes_as_often_as_planned(
     tiny_folder, tiny_text_file: Path, hosted, monkeypatch, on_host: bool, kept: bool, steps: int
 ) -> None:
