@@ -18,7 +18,6 @@ dead columns (never any input) are rounded to nearest rather than zeroed, since 
 weights keep the value that compensation has given them, and pass on no error.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,19 +26,16 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
-from requant.errors import NumericalError
 from requant.formats.grid import Grid, group_count
 from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_fraction, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
+from requant.quantizers.damping import damped_cholesky
 from requant.quantizers.method import Bits, Losses, Method
 from requant.quantizers.rtn import GridFit, columns_of_group, fit_grid, nearest_codes, zero_points_as_floats
 
 BLOCK = 128  # columns between two large updates
-MAX_DAMP = 1.0
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,24 +117,11 @@ class Rounded:
 
 
 def hessian_inv_cholesky(hessian: Float[Tensor, "k k"], *, damp: float) -> Float[Tensor, "k k"]:
-    """Upper triangular U with U'U = (H + damp mean(diag H) I)^-1; `damp` grows tenfold until H is positive.
-
-    Raises NumericalError if it is not at the last `damp` up to MAX_DAMP.
-    """
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to compensate
+    """Upper triangular U with U'U = (H + d I)^-1, with d as `damped_cholesky` says."""
+    # With J the reversal, J (H + d I) J = L L' gives H + d I = M M' for the upper triangular M = J L J, and U = M^-1.
+    lower, _ = damped_cholesky(hessian, damp, backward=True)
     identity = torch.eye(hessian.shape[0], device=hessian.device)
-    while damp <= MAX_DAMP:
-        # With J the reversal, J H J = L L' gives H = M M' for the upper triangular M = J L J, and U = M^-1.
-        lower, failed = torch.linalg.cholesky_ex((hessian + damp * mean * identity).flip(0, 1))
-        if not failed:
-            return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-        logger.warning("The Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
-        damp *= 10
-    raise NumericalError(
-        f"The Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens "
-        "(--num-samples) or in float32 (--dtype float32)."
-    )
+    return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
 
 
 def blocks(k: int, group_size: int) -> Iterator[tuple[int, int]]:

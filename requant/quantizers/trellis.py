@@ -35,7 +35,6 @@ damping. Feedback widens the values to be coded by `e^2 g`, and the error grows 
 softmax of attention. So a prediction at 1 bit is multiplied by ONE_BIT_FACTOR: 1 bit is used where the budget forces it.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
-from requant.errors import NumericalError, RecipeError
+from requant.errors import RecipeError
 from requant.formats.hadamard import TILE, incoherence_process, random_signs
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
@@ -54,11 +53,11 @@ from requant.formats.trellis import Trellis, TrellisSpec
 from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 from requant.quantizers.checks import check_fraction, check_seed, check_weight, statistic
 from requant.quantizers.correction import corrected
+from requant.quantizers.damping import damped_cholesky
 from requant.quantizers.method import Bits, Losses, Method
 from requant.quantizers.viterbi import compile_searches, tail_biting_states
 
 MAX_SHIFT = 8  # bits a step: two windows of 16 bits must overlap by as many as a step forgets
-MAX_DAMP = 1.0
 MAX_QUARTER_BITS = 5  # quarters of a bit below this: the kernels decode them
 # Mean squared error times 4**bits on Gaussians of variance 1, by bits from 1 (`trellis_codes.py`; 7 bits interpolated).
 GAUSSIAN_ERROR = {
@@ -70,7 +69,6 @@ WIDENING = 2.0  # measured: 1.3 to 1.7 on correlated Gaussians, about 3 on bench
 ONE_BIT_FACTOR = 2.0  # of the predicted loss at 1 bit; between 1 and 2 bits a power of it
 
 AT_ONCE = 2**26  # numbers of a copy of a Hessian
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +194,8 @@ def relative_scale(config: TrellisConfig) -> float:
 
 
 def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
-    """L - I of H + d I = L D L', L unit lower triangular in blocks of TILE; d as `_damped_cholesky` says."""
-    lower, _ = _damped_cholesky(hessian, damp)
+    """L - I of H + d I = L D L', L unit lower triangular in blocks of TILE; d as `damped_cholesky` says."""
+    lower, _ = damped_cholesky(hessian, damp)
     size = len(lower)
     factor = torch.empty(size, size, device=hessian.device).mT  # by columns
     step = TILE * _rows_at_once(TILE * size)
@@ -211,28 +209,6 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
             factor[:, here] = solved
             factor[here, here] = 0
     return factor
-
-
-def _damped_cholesky(hessian: Float[Tensor, "c c"], damp: float) -> tuple[Tensor, Tensor]:
-    """C of H + d I = C C', and d = damp mean(diag H).
-
-    `damp` grows tenfold, with a warning, until that is positive definite; NumericalError if it is not at the last one up
-    to MAX_DAMP.
-    """
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back
-    while damp <= MAX_DAMP:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            return lower, damp * mean
-        logger.warning("A Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
-        damp *= 10
-    raise NumericalError(
-        f"A Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens (--num-samples) or in "
-        "float32 (--dtype float32)."
-    )
 
 
 def code_tiles(
@@ -364,7 +340,7 @@ def white_trace(hessian: Float[Tensor, "c c"], *, damp: float) -> tuple[float, f
     """
     if not hessian.diagonal().any():
         return 0.0, 1.0  # exactly, whatever is added to it
-    lower, added = _damped_cholesky(hessian, damp)
+    lower, added = damped_cholesky(hessian, damp)
     size = len(lower)
     blocks = torch.stack([lower[at : at + TILE, at : at + TILE] for at in range(0, size, TILE)])
     inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
