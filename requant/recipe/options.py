@@ -6,6 +6,7 @@ options, those of `Options`; `KEYS` says which keys of the recipe each of them s
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, get_args
@@ -327,6 +328,8 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise RecipeError(
                 f"--module {text} is not a pattern with settings; give one like '*.down_proj:bits=4,group_size=64'."
             )
+        if twice := [key for key, count in Counter(key.strip() for key, _, _ in pairs).items() if count > 1]:
+            raise RecipeError(f"--module {text} sets {twice[0]} twice; give it once.")
         try:
             values = {key.strip(): parse_yaml(value) for key, _, value in pairs}
         except (yaml.YAMLError, ValueError) as error:

@@ -130,7 +130,8 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
             return None
         if type(value) in args:  # of int | float
             return value
-        inner = next(arg for arg in args if arg is not type(None))
+        # what takes int | float takes a number, as a text in its place is told
+        inner = float if float in args else next(arg for arg in args if arg is not type(None))
         return _coerce(inner, value, where)
     if origin is tuple:
         items = [value] if isinstance(value, str | int | float) else value

@@ -387,7 +387,18 @@ def test_modules_as_words_or_as_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "a:", ":bits=4", "a:bits", "a:=4", "a:b=4,", "a:bits=[1", "*:bits=2 a:bits=4 *:bits=3"]
+    "text",
+    [
+        "a",
+        "a:",
+        ":bits=4",
+        "a:bits",
+        "a:=4",
+        "a:b=4,",
+        "a:bits=[1",
+        "*:bits=2 a:bits=4 *:bits=3",
+        "a:bits=4,bits=5",
+    ],
 )
 def test_what_is_no_module(text: str) -> None:
     with pytest.raises(RecipeError, match="--module"):

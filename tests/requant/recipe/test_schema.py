@@ -173,6 +173,7 @@ def test_names_that_look_like_numbers_round_trip(name: str, tmp_path: Path) -> N
         ("modules: {a: {bit: 3}}", r"modules: 'a': unknown key 'bit' \(did you mean 'bits'\?\)"),
         ("modules: {a: {bits: '3'}}", r"modules: 'a': bits is '3'; it takes a whole number"),
         ("modules: {a: {bits: 9}}", r"modules: 'a': bits is 9, but codes have 2 to 8 bits"),
+        ("method: trellis\nquantizer: {bits: x}", r"quantizer: bits is 'x'; it takes a number"),
         ("modules: {a: {bits: 16}}", r"to keep matrices at 16 bits, list their pattern under skip"),
         ("modules: {a: {outlier_fraction: 0.1}}", r"outlier_fraction has no meaning in mode paper"),
         (
