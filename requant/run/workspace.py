@@ -12,6 +12,7 @@ With several processes, rank 0 opens, reads and tells the others; a result is wr
 depend on ranks, so a run can resume with any number of them.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -152,7 +153,8 @@ class Workspace:
             aside.unlink(missing_ok=True)
             deque(made, maxlen=0)  # which other ranks go on to make
             raise WriteError(
-                f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
+                f"{self.folder} cannot be written ({error.strerror or error}); free some space and run again with "
+                "--resume."
             ) from error
 
     def discard(self, stage: str, key: str) -> None:
@@ -244,6 +246,10 @@ class Workspace:
         except Timeout:
             raise self._taken() from None
         except OSError as error:
+            if self.resume and error.errno in (errno.ENOSPC, errno.EDQUOT):  # another output would begin anew
+                raise WriteError(
+                    f"{folder} cannot be written ({error.strerror}); free some space and run again with --resume."
+                ) from error
             raise OutputError(
                 f"{folder} cannot be made ({error.strerror}); choose another --output."
             ) from error

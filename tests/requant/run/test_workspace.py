@@ -7,7 +7,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from requant.errors import OutputError
+from requant.errors import OutputError, WriteError
 from requant.run import workspace
 from requant.run.workspace import Made, Workspace, digest, model_digest
 
@@ -205,7 +205,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(workspace, "write_as_made", full)
     with pytest.raises(
-        OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"
+        OutputError, match=r"cannot be written \(No space left on device\); free some space and run again"
     ):
         kept.put("linear", KEY, value=1)
     assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["run.json"]
@@ -217,6 +217,31 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         OutputError, match=r"cannot be made \((File exists|Not a directory)\); choose another --output"
     ):
         Workspace(tmp_path / "file" / "w").get("linear", KEY)
+
+
+@pytest.mark.parametrize(
+    ("resume", "kind", "message"),
+    [
+        (
+            True,
+            WriteError,
+            "cannot be written (No space left on device); free some space and run again with --resume.",
+        ),
+        (False, OutputError, "cannot be made (No space left on device); choose another --output."),
+    ],
+)
+def test_a_run_that_finds_a_full_disk(
+    tmp_path: Path, monkeypatch, resume: bool, kind: type[OutputError], message: str
+) -> None:
+    """One that goes on is not sent to another output, where it would begin anew."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(workspace, "claim", full)
+    with pytest.raises(OutputError) as raised:
+        Workspace(tmp_path / "w", resume=resume).get("linear", KEY)
+    assert type(raised.value) is kind and str(raised.value).endswith(message)
 
 
 def test_digest_tells_apart_what_differs() -> None:
