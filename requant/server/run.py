@@ -39,6 +39,8 @@ def serve_checkpoint(
     _check_installed()
     if api_key is not None and not api_key.strip():
         raise InputError("--api-key is empty; give a key, or leave the option out.")
+    if name is not None and not name.strip():
+        raise InputError("--name is empty; give a name, or leave the option out.")
     folder, where = resolve_source(checkpoint), pick_device(device)
     positions = context_limit(load_config(folder))
     if context is None:
@@ -58,7 +60,8 @@ def serve_checkpoint(
         limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting, batch=batch)
         model = open_served(folder, device=where, dtype=dtype)
         path = Path(checkpoint).expanduser()
-        served = name or (path.resolve() if path.is_dir() else path).name  # `.` has no name of its own
+        # `.` has no name of its own
+        served = (path.resolve() if path.is_dir() else path).name if name is None else name
         _run(model, load_tokenizer(folder), limits, listener, served=served, api_key=api_key, host=host)
 
 
