@@ -31,6 +31,7 @@ def write_shards(
     """Write `model*.safetensors`, and an index where there are several; returns sha256 by file name."""
     parts: list[tuple[Path, str, dict[str, int]]] = []  # file, sha256, bytes by tensor
     shard: dict[str, Tensor] = {}
+    held = 0  # its bytes: to add them up for every unit would take minutes where 18,000 matrices are written
 
     def flush() -> None:
         file = folder / f"part-{len(parts):05d}"
@@ -39,9 +40,11 @@ def write_shards(
         shard.clear()
 
     for unit in units:
-        if shard and _size(shard) + _size(unit) > max_shard_bytes:
+        if shard and held + _size(unit) > max_shard_bytes:
             flush()
+            held = 0
         shard.update({name: tensor.detach().cpu() for name, tensor in unit.items()})
+        held += _size(unit)
     flush()
     checksums: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -132,11 +135,14 @@ def header_text(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] = M
 def planned_bytes(units: Iterable[Mapping[str, TensorSpec]], *, max_shard_bytes: int) -> int:
     """Bytes of the files that `write_shards` would write."""
     shards: list[dict[str, TensorSpec]] = [{}]
+    held = 0  # bytes of the last one
     for unit in units:
-        sizes = [sum(spec.bytes for spec in tensors.values()) for tensors in (shards[-1], unit)]
-        if shards[-1] and sum(sizes) > max_shard_bytes:
+        size = sum(spec.bytes for spec in unit.values())
+        if shards[-1] and held + size > max_shard_bytes:
             shards.append({})
+            held = 0
         shards[-1].update(unit)
+        held += size
     total = 0
     for shard in shards:
         ordered = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))

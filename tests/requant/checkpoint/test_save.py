@@ -25,6 +25,7 @@ from requant.checkpoint.validate import read_header
 from requant.errors import NumericalError, OutputError
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
+from requant.formats.tensor_spec import TensorSpec
 from requant.inference.load import load
 from requant.models.targets import find_linears
 
@@ -345,3 +346,23 @@ def test_bits_per_weight_in_closed_form(random_weight, kind: str) -> None:
     layout, _ = pack(random_weight(n, k, kind=kind, bits=bits, density=0))
     scales = {"symmetric": 16 * 11 * n, "codebook": 16 * 4 * n, "trellis": 16 * n + 16 + k}[kind]
     assert 8 * sum(matrix_parts(layout).values()) == bits * n * k + scales
+
+
+def test_many_matrices_are_planned_and_written_in_linear_time(tmp_path: Path, monkeypatch) -> None:
+    """Mixtures have 18,000: sizes are asked for a few times a tensor, not once for every pair of matrices."""
+    asked = []
+    size_of = TensorSpec.bytes.fget
+    assert size_of is not None
+    monkeypatch.setattr(TensorSpec, "bytes", property(lambda spec: asked.append(spec) or size_of(spec)))
+    sizes = writer._size
+    monkeypatch.setattr(writer, "_size", lambda tensors: asked.extend(tensors) or sizes(tensors))
+    units = [{f"{i}": torch.zeros(8)} for i in range(300)]
+    specs = [
+        {name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in unit.items()} for unit in units
+    ]
+    shard = 100 * 32  # three files
+    planned = writer.planned_bytes(specs, max_shard_bytes=shard)
+    writer.write_shards(tmp_path, units, max_shard_bytes=shard)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 3 and sum(file.stat().st_size for file in files) == planned
+    assert len(asked) < 10 * len(units)
