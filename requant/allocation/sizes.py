@@ -17,9 +17,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from requant.allocation.embedding_and_head import (
+    FLOATS,
     EmbeddingAndHead,
     embedding_and_head_of,
-    part_sizes,
     table_method,
 )
 from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
@@ -114,13 +114,7 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
     for bits in available_bits(run.recipe, target.options):
         layout = packed_spec(run.recipe, target.shape, bits, options=target.options)
         if sparse_bytes(run.recipe, run.targets):
-            sparse = SparseSpec(
-                shape=target.shape,
-                num_entries=target.size,
-                values=run.recipe.detach.values,
-                scales="matrix",
-            )
-            layout = dataclasses.replace(layout, sparse=sparse)
+            layout = _with_residuals(layout, run.recipe, target, target.size)
         for suffix, spec in layout.tensors().items():
             found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
     return found
@@ -137,12 +131,38 @@ def sparse_header(name: str, layout: PackedSpec, size: int) -> int:
     return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
 
 
-def embedding_and_head_savings(
-    model: PreTrainedModel, source: Path | None, recipe: Recipe, allocation: Allocation
+def file_bytes(
+    model: PreTrainedModel,
+    source: Path | None,
+    recipe: Recipe,
+    targets: Sequence[QuantTarget],
+    allocation: Allocation,
+    matrices: float,
 ) -> int:
-    """Bytes that quantizing embedding, head and token tables saves."""
-    bits, saved = allocation.bits_of_tables, 0
-    for role, part in embedding_and_head_of(model).parts.items():
-        sizes = part_sizes(model, source, part, (bits[role], 16), table_method(recipe))
-        saved += sizes[16] - sizes[bits[role]]
-    return saved
+    """Bytes of the weight files, headers included, with so many bytes of `matrices`."""
+    modules = {target.name: _allocated_tensors(recipe, target, allocation) for target in targets}
+    method, bits = table_method(recipe), allocation.bits_of_tables
+    tables = {
+        part.name: method.packed_spec(part.shape, bits[role]).tensors()
+        for role, part in embedding_and_head_of(model).parts.items()
+        if bits[role] != FLOATS
+    }
+    whole = checkpoint_bytes(model, source=source, modules=modules, embedding_and_head=tables)
+    return round(whole - sum(spec.bytes for own in modules.values() for spec in own.values()) + matrices)
+
+
+def _allocated_tensors(recipe: Recipe, target: QuantTarget, allocation: Allocation) -> dict[str, TensorSpec]:
+    """The tensors of a matrix; of residuals of mode `paper` about as many as it will have."""
+    outliers = allocation.outlier_fractions.get(target.name)
+    layout = packed_spec(recipe, target.shape, allocation.bits[target.name], outliers, target.options)
+    detach = recipe.detach
+    entries = round((detach.outlier_fraction + detach.significant_fraction) * target.size)
+    if recipe.mode == "paper" and entries:
+        layout = _with_residuals(layout, recipe, target, entries)
+    return layout.tensors()
+
+
+def _with_residuals(layout: PackedSpec, recipe: Recipe, target: QuantTarget, entries: int) -> PackedSpec:
+    values = recipe.detach.values
+    sparse = SparseSpec(shape=target.shape, num_entries=entries, values=values, scales="matrix")
+    return dataclasses.replace(layout, sparse=sparse)

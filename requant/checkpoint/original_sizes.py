@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from requant.models.experts import Experts
-from requant.models.file_names import names_in_files
+from requant.models.file_names import disk_names, names_in_files
 from requant.models.prequantized import FloatTensor, float_view
 from requant.models.weight_files import folder_bytes
 
@@ -54,18 +54,14 @@ def whole_bits(folder: str | Path) -> float:
 
 def _fused_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Matrix of an expert -> what files that fuse the experts of a layer may call the tensor that it is part of."""
-    from requant.models.loading import disk_name  # late: transformers may be importing this package
-
     found: dict[str, tuple[str, ...]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Experts):
-            first, down = (
-                tuple(disk_name(model, f"{path}.{each}", torch.empty(0)) for each in names)
-                for names in (("gate_up_proj", "up_proj"), ("down_proj",))
-            )
+            fused = [f"{path}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")]
+            *first, down = disk_names(model, dict.fromkeys(fused, torch.empty(0))).values()
             for e in range(len(layer)):
-                found |= {f"{path}.{e}.{name}": first for name in layer.names[:-1]}
-                found[f"{path}.{e}.{layer.names[-1]}"] = down
+                found |= {f"{path}.{e}.{name}": tuple(first) for name in layer.names[:-1]}
+                found[f"{path}.{e}.{layer.names[-1]}"] = (down,)
     return found
 
 

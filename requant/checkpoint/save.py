@@ -23,7 +23,7 @@ from requant.errors import NumericalError, WriteError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
-from requant.models.file_names import names_in_files
+from requant.models.file_names import disk_names, names_in_files
 from requant.models.prequantized import FP8, float_view
 from requant.models.rotations import rotation_of
 
@@ -192,8 +192,6 @@ def _plain_tensors(
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
-    from requant.models.loading import disk_name  # late: transformers may be importing this package
-
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied = _ties(model)
     quantized = {f"{name}.weight" for name in (*modules, *embedding_and_head)}
@@ -203,15 +201,18 @@ def _plain_tensors(
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in quantized}
     # of a tensor that is part of another one in the source (biases of experts that are fused there)
     common = next((dtype for dtype, _ in Counter(dtypes.values()).most_common(1)), None)
+    names = disk_names(model, rest)
     seen: set[tuple[Any, ...]] = set()
     # the sources of ties first, else the model's order
     for name in sorted(rest, key=lambda name: name in tied):
         tensor = rest[name]
         storage = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and storage in seen:
+        # on the meta device (a plan from config.json alone) no tensor has memory that would tell
+        shared = tied.get(name) in rest if tensor.is_meta else storage in seen
+        if tensor.numel() and shared:
             continue
         seen.add(storage)
-        stored = disk_name(model, name, tensor)
+        stored = names[name]
         # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
         found = dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix))
         yield stored, tensor, found or (common if tensor.is_floating_point() else None) or tensor.dtype

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from requant.models.experts import Experts
 
@@ -20,7 +20,7 @@ def names_in_files(model: nn.Module, stored: Collection[str] = ()) -> dict[str, 
 
     `stored` are the names in the source's files; experts need none, since no file has a name of both.
     """
-    from requant.models.loading import disk_name  # late: transformers may be importing this package
+    # late: transformers may be importing this package
     from requant.models.targets import find_linears
 
     experts = {
@@ -31,10 +31,8 @@ def names_in_files(model: nn.Module, stored: Collection[str] = ()) -> dict[str, 
         for name in layer.names
     }
     others = [t.name for t in find_linears(model) if f"{t.name}.weight" not in stored] if stored else []
-    found = {
-        name: disk_name(model, f"{name}.weight", torch.empty(0)).removesuffix(".weight")
-        for name in dict.fromkeys((*experts, *others))
-    }
+    renamed = disk_names(model, {f"{name}.weight": torch.empty(0) for name in (*experts, *others)})
+    found = {name.removesuffix(".weight"): new.removesuffix(".weight") for name, new in renamed.items()}
     found = {
         name: new
         for name, new in found.items()
@@ -48,6 +46,32 @@ def names_in_files(model: nn.Module, stored: Collection[str] = ()) -> dict[str, 
         for name, new in found.items()
         if name in experts or back[f"{new}.weight"] == f"{name}.weight"
     }
+
+
+def disk_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name of a tensor in the model -> the name that the model's weight files use for it.
+
+    transformers may rename tensors when it loads older checkpoints, but older versions do not know the new names, so the
+    name in the files is the one to save.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {name: name for name in tensors}
+    if not isinstance(model, PreTrainedModel):
+        return found
+    # In a model that it has not loaded itself transformers looks for these among all modules, for every tensor anew: minutes
+    # where there are thousands of experts.
+    inner = [(path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)]
+    vars(model)["named_modules"] = lambda: iter(inner)
+    try:
+        for name, tensor in tensors.items():
+            names = list(revert_weight_conversion(model, {name: tensor}))
+            if len(names) == 1:
+                found[name] = names[0]
+    finally:
+        del vars(model)["named_modules"]
+    return found
 
 
 def module_names(model: Any, names: Iterable[str], state: Mapping[str, Any]) -> dict[str, str]:

@@ -379,18 +379,3 @@ def context_limit(config: Any) -> int | None:
     """Longest sequence the model has positions for, if its configuration says so."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
-
-
-def disk_name(model: Any, name: str, tensor: torch.Tensor) -> str:
-    """The name that the weight files of `model` use for its tensor `name`.
-
-    transformers may rename tensors when it loads older checkpoints, but older versions do not know the new names, so the
-    name in the files is the one to save.
-    """
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not isinstance(model, PreTrainedModel):
-        return name
-    names = list(revert_weight_conversion(model, {name: tensor}))
-    return names[0] if len(names) == 1 else name

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from requant.allocation.budget import allocate_bits, has_budget, uniform
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
-from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sparse_bytes
-from requant.checkpoint.original_sizes import float_bytes
+from requant.allocation.sizes import file_bytes, packed_spec, sparse_bytes
 from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
@@ -34,7 +33,7 @@ from requant.pipeline.planning.workload import count_gpus, goes_by_block, tokens
 from requant.pipeline.preparation.hosting import HOSTED
 from requant.pipeline.preparation.outline import Outline
 from requant.pipeline.preparation.prepare import Prepared, start
-from requant.pipeline.preparation.shape_bytes import bytes_before, parameter_bytes
+from requant.pipeline.preparation.shape_bytes import bytes_before
 from requant.pipeline.preparation.texts import names_of_texts
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
@@ -207,15 +206,11 @@ def _matrix_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Allo
 
 
 def _file_bytes(prepared: Prepared | Outline, recipe: Recipe, allocation: Allocation, matrices: float) -> int:
-    """The weight files with so many bytes of `matrices`: the original's as floats, less what quantizing saves."""
+    """The weight files with so many bytes of `matrices`; of an outline a budget counts as spent."""
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
         return recipe.budget.size
     original = _original(prepared)
-    as_floats = parameter_bytes(original) if prepared.source is None else float_bytes(prepared.source)
-    per_weight = as_floats / max(1, _parameter_count(prepared))
-    saved = embedding_and_head_savings(original, prepared.source, recipe, allocation)
-    replaced = sum(target.size for target in prepared.targets) * per_weight + saved
-    return round(as_floats - replaced + matrices)
+    return file_bytes(original, prepared.source, recipe, prepared.targets, allocation, matrices)
 
 
 def _original(prepared: Prepared | Outline) -> PreTrainedModel:

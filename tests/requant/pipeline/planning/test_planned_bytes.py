@@ -26,7 +26,7 @@ def test_predicted_bytes_of_the_dense_part_are_exact(
     plan = make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe)
     table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6)
-    assert plan.bytes_after == pytest.approx(table.bytes, abs=table.file_headers)
+    assert plan.bytes_after == table.bytes  # headers included
     assert plan.weights == sum(matrix.weights for matrix in table.matrices.values())
 
 
@@ -55,3 +55,4 @@ def test_the_sparse_part_is_expected_within_a_few_percent(
     plan = make_plan(prepare(source, on_text(recipe, tiny_text_file)), recipe)
     table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=0.03)
+    assert plan.bytes_after == pytest.approx(table.bytes, rel=0.005)
