@@ -131,20 +131,18 @@ def test_a_gate_that_clamps_is_not_the_kernels_own(tiny_model) -> None:
 
 
 @pytest.mark.parametrize(
-    "mixture",
+    "name",
     [
         "deepseek-v3",
         "gpt-oss",
         *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS if n not in ("deepseek-v3", "gpt-oss")),
     ],
 )
-def test_round_trip_through_transformers_and_export(
-    mixture: str, tiny_folder, tiny_text_file, tmp_path
-) -> None:
-    source, folder = tiny_folder(mixture), tmp_path / "checkpoint"
+def test_round_trip_through_transformers_and_export(name: str, tiny_folder, tiny_text_file, tmp_path) -> None:
+    source, folder = tiny_folder(name), tmp_path / "checkpoint"
     # of one expert a matrix stays as it is: transformers must not try to fuse what is left
     recipe = dataclasses.replace(RECIPE, skip=("*.1.*experts.2.up_proj", "*.1.*experts.2.w3"))
-    recipe = dataclasses.replace(recipe, skip=recipe.skip[1:] if mixture == "mixtral" else recipe.skip[:1])
+    recipe = dataclasses.replace(recipe, skip=recipe.skip[1:] if name == "mixtral" else recipe.skip[:1])
     result = requant.quantize(str(source), recipe, tiny_text_file)
     requant.save(result, folder)
     expected = result.model(TOKENS).logits
@@ -165,7 +163,7 @@ def test_round_trip_through_transformers_and_export(
     assert torch.equal(again(TOKENS).logits, loaded(TOKENS).logits)
 
     floats_give(floats, tmp_path / "floats", source)
-    if mixture != "gpt-oss":  # whose files hold all experts of a layer in one tensor
+    if name != "gpt-oss":  # whose files hold all experts of a layer in one tensor
         weights = {
             re.sub(r"\.(codes|guard|scales|zero_points|weight)$", "", name) for name in names_of(folder)
         }
