@@ -64,13 +64,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 DENSE = tuple(ARCHITECTURES)
-# of another's architecture, but for widths, biases or a window, all of which another of DENSE or a test of theirs has
-LIKE_ANOTHER = ("llama-bias", "llama-520", "llama-1216", "mistral")
+# tied and not; rows that are scaled, and norms around a block; joined q, k, v; positions in an embedding; biases
+QUICK = ("llama", "llama-tied", "gemma2", "phi3", "gpt2", "opt")
 
 
 def whole_runs() -> list[Any]:
-    """DENSE, for tests that quantize each: those of LIKE_ANOTHER are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in DENSE]
+    """DENSE, for tests that quantize each: all but QUICK are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in DENSE]
 
 
 ROUTED = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -39,6 +39,7 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # nor so often at what tests leave
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

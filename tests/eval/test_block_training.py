@@ -102,7 +102,8 @@ def test_blocks_are_compiled_once_for_all(study: Study, counting_compiler, monke
         pytest.param(
             block_training.efficient_qat, "rtn", {"bits": 2, "group_size": 16}, marks=pytest.mark.slow
         ),
-        (block_training.qtip, "gptq", {"bits": 2, "group_size": 16}),  # any method: these codes are quick
+        # any method: these codes are quick
+        pytest.param(block_training.qtip, "gptq", {"bits": 2, "group_size": 16}, marks=pytest.mark.slow),
         pytest.param(
             block_training.qtip,
             "trellis",

@@ -11,6 +11,7 @@ import requant
 from eval import kernel_rounding
 
 
+@pytest.mark.slow
 def test_every_way_of_a_checkpoint_is_scored(
     tiny_folder: Any, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,9 +112,9 @@ def test_several_runs_are_one(clock) -> None:
     ("mode", "method", "finetune"),
     [
         ("best", "kmeans", Finetune(steps=2, tokens_per_step=64)),
-        ("best", "rtn", Finetune(steps=1, tokens_per_step=64, rounds=6)),
+        pytest.param("best", "rtn", Finetune(steps=1, tokens_per_step=64, rounds=6), marks=pytest.mark.slow),
         ("paper", "kmeans", Finetune()),
-        ("dense", "rtn", Finetune(steps=2, tokens_per_step=64)),
+        pytest.param("dense", "rtn", Finetune(steps=2, tokens_per_step=64), marks=pytest.mark.slow),
         ("sparse", "wanda", Finetune(steps=2, tokens_per_step=64)),
     ],
 )

@@ -60,7 +60,7 @@ def test_blocks_hold_the_grid_exactly(bits: int, symmetric: bool, group_size: in
         ("qwen3", {"head_dim": 128}),  # transformers' reader assumes 128
     ],
 )
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_transformers_reads_it_back(grid_checkpoint, tmp_path: Path, kind, changes, symmetric) -> None:
     checkpoint = grid_checkpoint(kind, symmetric=symmetric, **changes)
     written = export(checkpoint, "gguf", tmp_path / "out")

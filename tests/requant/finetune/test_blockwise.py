@@ -91,7 +91,9 @@ def test_gradients_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("name", [*MODELS, *HANDED_ON])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("products_of_a_gpu")
 def test_gradients_of_products_in_bfloat16_are_those_of_the_whole_model(

@@ -145,6 +145,7 @@ def test_a_step_that_is_broken_off_leaves_the_blocks_as_they_were(
     assert not any("forward" in vars(block) for block in find_blocks(run.model)[1])
 
 
+@pytest.mark.slow
 def test_states_of_the_original_are_computed_once_a_run(tiny_folder, tiny_text_file, monkeypatch) -> None:
     """Those of training and validation windows, by the rounds; the last training reads them, and learns the same."""
     computed: list[int] = []

@@ -108,7 +108,8 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_we
     assert predicted == pytest.approx(live.peak - host, rel=0.15)
 
 
-@pytest.mark.parametrize("tokens", [256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [256, 1024])
 def test_what_training_holds_of_a_hosted_model_is_predicted(hosted, tokens: int) -> None:
     """Of the device within 20 %: here the host is the same, so what is said to wait there is taken off."""
     hosted(True)

@@ -21,7 +21,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> set:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gpt-neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["codebook", "trellis", "trellis-int8"])
 def test_every_kind_that_is_checked_was_expected(make_checkpoint, checked: set, name: str, kind: str) -> None:
     folder, _ = make_checkpoint(name, kind=kind, density=0.0)

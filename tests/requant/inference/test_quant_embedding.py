@@ -22,7 +22,7 @@ from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
 
-from ...architectures import DENSE
+from ...architectures import whole_runs
 from .embeddings import IDS, logits, recipe_of
 
 pytestmark = pytest.mark.usefixtures("any_trellis_codes")
@@ -30,13 +30,7 @@ pytestmark = pytest.mark.usefixtures("any_trellis_codes")
 METHOD_NAMES = ["rtn", "trellis"]  # of the matrices; that of embedding and head follows
 
 
-# tied and not; with rows that are scaled; with positions in an embedding of their own
-QUICK = ("llama-tied", "llama", "gemma2", "gpt2", "opt")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in DENSE]
-)
+@pytest.mark.parametrize("name", whole_runs())
 def test_a_checkpoint_gives_the_logits_that_were_measured(make, name: str) -> None:
     gives_the_logits_that_were_measured(make, name, "rtn", GridSpec)
 

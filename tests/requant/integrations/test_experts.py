@@ -171,7 +171,10 @@ def test_round_trip_through_transformers_and_export(name: str, tiny_folder, tiny
     dense_gives(folder, source, expected)
 
 
-@pytest.mark.parametrize("name", ["granite-moe", "gemma4-moe", "llama4"])
+@pytest.mark.parametrize(
+    "name",
+    ["granite-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4-moe", "llama4"))],
+)
 def test_experts_that_files_hold_fused_are_written_fused(
     name: str, tiny_folder, tiny_text_file, tmp_path
 ) -> None:

@@ -50,7 +50,7 @@ def folded(tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
     return make
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("llama-tied", marks=pytest.mark.slow), "qwen2"])
 def test_loaders_give_the_logits_of_the_folded_model(folded, tmp_path: Path, name: str) -> None:
     path, model = folded(name)
     header = read_header(path)

@@ -59,7 +59,7 @@ def test_bounds(renderer: ChatTemplate, monkeypatch, template: str, sentence: st
     assert renderer.render(MESSAGES).endswith("[assistant]")  # the next one is served
 
 
-@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("started", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_call_that_was_interrupted_leaves_no_answer_to_the_next(
     renderer: ChatTemplate, monkeypatch, started: bool
 ) -> None:

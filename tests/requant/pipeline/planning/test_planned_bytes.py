@@ -14,7 +14,7 @@ from requant.recipe.schema import Budget, Calibration, Finetune
 from ...on_text import on_text
 from ..plans import recipe_of
 
-SLOW = {"trellis": pytest.mark.slow}
+SLOW = {method: pytest.mark.slow for method in ("trellis", "awq", "hqq", "kmeans")}
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in METHODS])
