@@ -15,6 +15,7 @@ than perplexity: at 3 bits three seeds of one method differed by 1.5 % in perple
 the calibration text improves perplexity, not KL.
 """
 
+import logging
 import math
 import statistics
 from collections.abc import Sequence
@@ -33,7 +34,12 @@ from requant.evaluation.original import OriginalLogits
 from requant.progress import tracked
 from requant.text.sources import Text
 
+RISE = 0.25  # nats a token: by how much loss may be higher in the second half of windows without a warning
+CERTAIN = 4.0  # standard errors of that rise
+
 CHUNK_ELEMENTS = 2**24  # log-softmax runs over this many float32 logits at once: 64 MiB
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,7 @@ def perplexity_and_kl(
 def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: Text) -> Quality:
     """Means and quantiles of the scores of all positions, in rows as `_score` gives them."""
     quantized, *compared = scores.double()
+    _warn_of_length((compared or [quantized])[0].view(len(windows), -1))
     protocol = Protocol(
         text=text.name,
         sha256=text.sha256,
@@ -149,6 +156,26 @@ def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: 
         top1_agreement=agreement.mean().item(),
         window_kl=tuple(kl.view(len(windows), -1).mean(1).tolist()),
     )
+
+
+def _warn_of_length(losses: Float[Tensor, "s t"]) -> None:
+    """Say it if the unquantized model (or the only one) predicts the end of windows worse than their beginning.
+
+    With more text before them tokens are easier, unless windows are longer than those that the model was trained on: a
+    configuration may allow more positions.
+    """
+    length = losses.shape[1]
+    first, second = losses[:, : length // 2].mean(1), losses[:, length // 2 :].mean(1)
+    rises = (second - first).tolist()
+    error = standard_error(rises)
+    if error is not None and statistics.fmean(rises) > max(RISE, CERTAIN * error):
+        logger.warning(
+            "windows of %d tokens are probably longer than those that the model was trained on: its loss is %.2f nats a "
+            "token in their first half and %.2f in the second; give a shorter --seq-len, or --context when scoring",
+            length + 1,
+            first.mean(),
+            second.mean(),
+        )
 
 
 def standard_error(values: Sequence[float]) -> float | None:

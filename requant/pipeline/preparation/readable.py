@@ -30,9 +30,8 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
     with torch.device("meta"):
         skeleton = auto_class(config).from_config(config)
         unfuse_experts(skeleton)
-    if any(
-        isinstance(module, Experts) for module in skeleton.modules()
-    ):  # also where all of them are skipped
+    # also where all of its experts are skipped
+    if any(isinstance(module, Experts) for module in skeleton.modules()):
         raise InputError(
             f"--for {program}: this model is a mixture of experts, whose exported form has not been tested with any reader; "
             "leave --for out, and export --to dense."

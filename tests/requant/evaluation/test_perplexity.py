@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from requant.display import format_table
@@ -35,6 +37,22 @@ def tiny(seed: int = 0, vocab: int = 97) -> LlamaForCausalLM:
 @pytest.fixture
 def windows():
     return torch.randint(97, (5, 16), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("known", [8, 16])
+def test_windows_longer_than_a_model_knows_are_warned_of(windows, monkeypatch, caplog, known: int) -> None:
+    """Where its loss rises in the second half of windows; the unquantized model's counts where there is one."""
+    model, other = tiny(), tiny(seed=1)
+
+    def forward(input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        logits = functional.one_hot(input_ids.roll(-1, 1), 97) * 5.0
+        logits[:, known:] = 0.0
+        return SimpleNamespace(logits=logits)
+
+    monkeypatch.setattr(model, "forward", forward)
+    perplexity_and_kl(other, windows, text=TEXT, reference=model)
+    said = "windows of 16 tokens are probably longer" in caplog.text
+    assert said == (known == 8)
 
 
 def test_matches_the_definitions(windows, monkeypatch):
