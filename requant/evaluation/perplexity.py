@@ -165,6 +165,8 @@ def _warn_of_length(losses: Float[Tensor, "s t"]) -> None:
     configuration may allow more positions.
     """
     length = losses.shape[1]
+    if length < 2:
+        return
     first, second = losses[:, : length // 2].mean(1), losses[:, length // 2 :].mean(1)
     rises = (second - first).tolist()
     error = standard_error(rises)

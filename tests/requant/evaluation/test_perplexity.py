@@ -55,6 +55,10 @@ def test_windows_longer_than_a_model_knows_are_warned_of(windows, monkeypatch, c
     assert said == (known == 8)
 
 
+def test_windows_of_a_single_score_have_no_halves(windows) -> None:
+    assert perplexity_and_kl(tiny(), windows[:, :2], text=TEXT).protocol.tokens == len(windows)
+
+
 def test_matches_the_definitions(windows, monkeypatch):
     monkeypatch.setattr("requant.evaluation.perplexity.CHUNK_ELEMENTS", 97 * 4)  # several slices a window
     model, reference = tiny(0), tiny(1)
