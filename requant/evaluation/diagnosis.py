@@ -1,10 +1,11 @@
 """Predicted against measured: what each score says quantization costs, and what it actually costs.
 
     predicted dF = signed sum of a score over a matrix, a block or the model
-    measured  dF = F(w~) - F(w) with only that matrix, that block, or the whole model, quantized
+    measured  dF = F(w~) - F(w) with only the block's matrices of one kind, the block, or the whole model, quantized
 
 F is the mean cross-entropy on the calibration text, in nats per token. PQI must agree with the measured total: it is the
-same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes.
+same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes. In most models a block has one matrix of a kind.
+Experts of a layer are measured together: a pass for each of some 18,000 matrices would take longer than their codes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
 from requant.models.hosted import hosted_blocks
-from requant.models.targets import QuantTarget, by_block
+from requant.models.targets import QuantTarget, by_block, by_kind_in_block
 from requant.progress import tracked
 from requant.run.context import RunContext, Weights, loss
 from requant.sensitivity.path import Scores, signed_sum
@@ -28,8 +29,8 @@ from requant.sensitivity.sums import score_sums
 
 K = TypeVar("K")
 DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
-MATRIX_TOKENS_ON_CPU = 1024  # one pass over the model for every matrix takes the longest ...
-MATRIX_WEIGHTS_ON_CPU = 200_000_000  # ... and hours for models with more weights than this
+KIND_TOKENS_ON_CPU = 1024  # a pass over the model for every kind in every block takes the longest ...
+KIND_WEIGHTS_ON_CPU = 200_000_000  # ... and hours for models with more weights than this
 DISAGREEMENT = 0.02  # of the measured dF: above it the report warns
 
 
@@ -43,8 +44,8 @@ class Diagnosis:
     block_delta_loss: Mapping[int, float]
     original_loss: float  # with all matrices original
     tokens: int
-    # matrix -> measured with that matrix alone quantized; empty where that was not measured
-    matrix_delta_loss: Mapping[str, float] = field(default_factory=dict)
+    # block and kind -> measured with these matrices alone quantized; empty where that was not measured
+    kind_delta_loss: Mapping[tuple[int, str], float] = field(default_factory=dict)
     embedding_and_head_delta: float = 0.0  # measured for the two tables alone, all matrices original
     other_params_delta: float = 0.0  # PQI of the norms, biases and embeddings that finetuning changed
 
@@ -77,16 +78,16 @@ def diagnose(
     names: Sequence[str],
     on_scores: Callable[[str, Scores], None] | None = None,
     embedding_and_head: QuantizedEmbeddingAndHead | None = None,
-    by_matrix: bool = False,
+    by_kind: bool = False,
 ) -> Diagnosis:
     """What every score in `names` predicts, and the measured dF of the whole model and of each block alone; the model
     is left at `weights`.
 
     `on_scores(name, scores)` is called with the scores of every weight before they are freed; without it only their sums
     are computed, which takes no memory. With `embedding_and_head`, these tables are quantized first and their own dF is
-    measured; scores then start from there. With `by_matrix`, the dF of every matrix alone is measured too: on a GPU on all
-    windows, on a CPU on their first MATRIX_TOKENS_ON_CPU tokens, and only for models of up to MATRIX_WEIGHTS_ON_CPU
-    weights. Blocks and matrices are not measured alone where the model's matrices are on the host.
+    measured; scores then start from there. With `by_kind`, the dF of every kind of matrix in every block is measured too: on
+    a GPU on all windows, on a CPU on their first KIND_TOKENS_ON_CPU tokens, and only for models of up to
+    KIND_WEIGHTS_ON_CPU weights. Parts are not measured alone where the model's matrices are on the host.
     """
     path = run.path(weights)
     predicted: dict[str, dict[str, float]] = {}
@@ -114,13 +115,13 @@ def diagnose(
         delta_loss = loss(run, weights, windows=windows) - original
         alone = hosted_blocks(run.model) is None  # else a pass brings the whole model to the GPU
         blocks = measured_by_block(run, weights, windows, original) if alone else {}
-        matrices = measured_by_matrix(run, weights, windows) if by_matrix and alone else {}
+        kinds = measured_by_kind(run, weights, windows) if by_kind and alone else {}
         run.apply_quantized_weights(weights)
     return Diagnosis(
         predicted=predicted,
         delta_loss=delta_loss,
         block_delta_loss=blocks,
-        matrix_delta_loss=matrices,
+        kind_delta_loss=kinds,
         embedding_and_head_delta=0.0 if unquantized is None else original - unquantized,
         other_params_delta=other_params_delta,
         original_loss=original,
@@ -136,16 +137,18 @@ def measured_by_block(
     return _measured_alone(run, weights, windows, original, groups, label="block")
 
 
-def measured_by_matrix(run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"]) -> dict[str, float]:
-    """dF with one matrix quantized and all others original; the model is left at the originals where that is measured."""
+def measured_by_kind(
+    run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"]
+) -> dict[tuple[int, str], float]:
+    """dF with a block's matrices of one kind quantized and all others original; the model is left at the originals where
+    that is measured."""
     if run.model.device.type != "cuda":
-        if run.total_weights > MATRIX_WEIGHTS_ON_CPU:
+        if run.total_weights > KIND_WEIGHTS_ON_CPU:
             return {}
-        windows = windows[: max(1, MATRIX_TOKENS_ON_CPU // windows.shape[1])]
+        windows = windows[: max(1, KIND_TOKENS_ON_CPU // windows.shape[1])]
     run.apply_original_weights()
     original = mean_loss(run.model, windows, split=False)
-    groups = {target.name: [target] for target in run.targets}
-    return _measured_alone(run, weights, windows, original, groups, label="matrix")
+    return _measured_alone(run, weights, windows, original, by_kind_in_block(run.targets), label="kind")
 
 
 def _measured_alone(

@@ -228,6 +228,14 @@ def by_block(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     return [[target for target in targets if target.block == block] for block in blocks]
 
 
+def by_kind_in_block(targets: Sequence[QuantTarget]) -> dict[tuple[int, str], list[QuantTarget]]:
+    """The targets by block and kind: one each but in mixtures of experts."""
+    groups: dict[tuple[int, str], list[QuantTarget]] = {}
+    for target in targets:
+        groups.setdefault((target.block, target.kind), []).append(target)
+    return groups
+
+
 def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     """The targets in the model's order; those that read the same tensor (`SIBLINGS`) form one list.
 

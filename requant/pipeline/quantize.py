@@ -142,7 +142,7 @@ def quantize(
             diagnosed_windows(run.windows),
             names=("gradient", "hessian", "pqi"),
             embedding_and_head=embedding_and_head,
-            by_matrix=True,
+            by_kind=True,
         )
         progress.enter("evaluation")
         before, after = evaluate(run, prepared, measured, embedding_and_head)

@@ -6,6 +6,7 @@ matrices and files are untrusted input, so the template escapes every string.
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,6 @@ class MatrixRow:
     size_bytes: int
     # score -> its signed sum: dF in nats per token
     predicted: Mapping[str, float] = field(default_factory=dict)
-    delta_loss: float | None = None  # measured dF with this matrix alone quantized
     tokens: int | None = None  # of the calibration text that were routed to it, for a matrix of an expert
 
 
@@ -112,6 +112,8 @@ class RunSummary:
     other_params_delta: float | None = None
     # block -> dF with that block alone quantized
     block_delta_loss: Mapping[int, float] = field(default_factory=dict)
+    # block -> kind -> measured dF with these matrices alone quantized
+    kind_delta_loss: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # stage -> wall time
     peak_memory: int = 0  # bytes
     device: str = "cpu"
@@ -163,7 +165,8 @@ class HeatMap:
     rows: dict[int, list[float | None]]
     measured: dict[
         int, list[float | None]
-    ]  # with that matrix alone quantized; empty where that was not measured
+    ]  # with these matrices alone quantized; empty where that was not measured
+    alone: dict[str, float]  # matrix -> measured dF, where its block has no other of its kind
     largest: float  # |value| of either, the full colour
 
 
@@ -175,12 +178,17 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
     kinds = list(dict.fromkeys(row.kind for row in summary.matrices))
     blocks = sorted({row.block for row in summary.matrices})
     predicted: dict[tuple[int, str], float] = {}
-    measured: dict[tuple[int, str], float] = {}
+    measured = {
+        (block, kind): value
+        for block, values in summary.kind_delta_loss.items()
+        for kind, value in values.items()
+    }
     for row in summary.matrices:
         cell = (row.block, row.kind)
         predicted[cell] = predicted.get(cell, 0.0) + row.predicted.get(score, 0.0)
-        if row.delta_loss is not None:
-            measured[cell] = measured.get(cell, 0.0) + row.delta_loss
+
+    members = Counter((row.block, row.kind) for row in summary.matrices)
+    alone = {row.name: (row.block, row.kind) for row in summary.matrices if members[row.block, row.kind] == 1}
 
     def grid(values: Mapping[tuple[int, str], float]) -> dict[int, list[float | None]]:
         return {block: [values.get((block, kind)) for kind in kinds] for block in blocks}
@@ -190,6 +198,7 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
         kinds=kinds,
         rows=grid(predicted),
         measured=grid(measured) if measured else {},
+        alone={name: measured[cell] for name, cell in alone.items() if cell in measured},
         largest=max(map(abs, [*predicted.values(), *measured.values()])) or 1.0,
     )
 

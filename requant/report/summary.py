@@ -78,7 +78,6 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
                 sparse_fraction=stored[target.name].spec.num_entries / target.size,
                 size_bytes=stored[target.name].bytes,
                 predicted={score: sums[target.name] for score, sums in diagnosis.predicted.items()},
-                delta_loss=diagnosis.matrix_delta_loss.get(target.name),
                 tokens=result.routed_tokens.get(target.name.rpartition(".")[0]),
             )
             for target in prepared.targets
@@ -99,6 +98,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         embedding_and_head_delta=diagnosis.embedding_and_head_delta if result.embedding_and_head else None,
         other_params_delta=diagnosis.other_params_delta or None,
         block_delta_loss=diagnosis.block_delta_loss,
+        kind_delta_loss=_by_block_and_kind(diagnosis.kind_delta_loss),
         seconds=result.seconds,
         peak_memory=result.peak_memory,
         device=_device_name(result),
@@ -108,6 +108,13 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         auto_class=auto_class(result.model.config).__name__,
     )
     return dataclasses.replace(summary, warnings=[*result.warnings, *verdicts(summary)])
+
+
+def _by_block_and_kind(values: Mapping[tuple[int, str], float]) -> dict[int, dict[str, float]]:
+    nested: dict[int, dict[str, float]] = {}
+    for (block, kind), value in values.items():
+        nested.setdefault(block, {})[kind] = value
+    return nested
 
 
 def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:

@@ -136,14 +136,15 @@ def full_reports() -> None:
 
 @pytest.fixture(autouse=True)
 def brief_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs predict no losses at other budgets, five integer programs for one, and measure no matrix alone, a pass for each.
+    """Runs predict no losses at other budgets, five integer programs for one, and measure no kinds of matrices alone, each
+    by a pass.
 
     They do in tests of either, and in the folders whose tests read, print or draw such numbers.
     """
     full = request.path.parent.name in ("report", "cli", "evaluation")
     if not full and "full_reports" not in request.fixturenames:
         monkeypatch.setattr("requant.allocation.knapsack.OTHER_BUDGETS", (0,))  # below every model's least
-        monkeypatch.setattr("requant.evaluation.diagnosis.MATRIX_WEIGHTS_ON_CPU", 0)
+        monkeypatch.setattr("requant.evaluation.diagnosis.KIND_WEIGHTS_ON_CPU", 0)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from math import ceil
 from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import TOKENS, embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
-from requant.evaluation.diagnosis import DIAGNOSED_TOKENS, MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
-from requant.models.targets import QuantTarget
+from requant.evaluation.diagnosis import DIAGNOSED_TOKENS, KIND_TOKENS_ON_CPU, KIND_WEIGHTS_ON_CPU
+from requant.models.targets import QuantTarget, by_kind_in_block
 from requant.pipeline.planning.costs import Costs
 from requant.pipeline.planning.rates import PREDICTION_SECONDS
 from requant.pipeline.planning.workload import count_gpus, of_fullest_rank
@@ -140,11 +140,11 @@ def _embedding_and_head(costs: Costs) -> Stage:
 def _diagnosis(costs: Costs) -> Stage:
     targets, hosted = costs.prepared.targets, costs.prepared.hosted
     diagnosed = min(costs.windows, DIAGNOSED_TOKENS)
-    by_matrix = 0.0
+    kinds, by_kind = len(by_kind_in_block(targets)), 0.0
     if costs.device == "cuda" and not hosted:
-        by_matrix = len(targets) * costs.forward(diagnosed)
-    elif costs.device == "cpu" and sum(target.size for target in targets) <= MATRIX_WEIGHTS_ON_CPU:
-        by_matrix = len(targets) * costs.forward(min(costs.windows, MATRIX_TOKENS_ON_CPU))
+        by_kind = kinds * costs.forward(diagnosed)
+    elif costs.device == "cpu" and sum(target.size for target in targets) <= KIND_WEIGHTS_ON_CPU:
+        by_kind = kinds * costs.forward(min(costs.windows, KIND_TOKENS_ON_CPU))
     blocks = 0 if hosted else len({target.block for target in targets})
     passes = (2 + costs.nodes) * costs.backward(diagnosed) + (2 + blocks) * costs.forward(diagnosed)
     if costs.recipe.finetune.trains:  # PQI of what was trained beside codes: all batches on every GPU
@@ -153,7 +153,7 @@ def _diagnosis(costs: Costs) -> Stage:
     return Stage(
         name="diagnosis",
         kind="diagnosis",
-        seconds=passes + by_matrix + costs.decoding(costs.decodings_of_diagnosis()),
+        seconds=passes + by_kind + costs.decoding(costs.decodings_of_diagnosis()),
         bars=0,
     )
 

@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
     assert parts == whole
     assert (result.before, result.after) == (resident.before, resident.after)
     assert result.diagnosis == dataclasses.replace(
-        resident.diagnosis, block_delta_loss={}, matrix_delta_loss={}
+        resident.diagnosis, block_delta_loss={}, kind_delta_loss={}
     )
     assert result.diagnosis.other_params_delta != 0  # training has found better values than the first
 

@@ -64,14 +64,22 @@ def opened(page: str, folder: Path, *, width: int, dark: bool = False) -> dict[s
 
 
 def full_report() -> str:
-    rows = [dataclasses.replace(row, delta_loss=0.002 * row.block - 0.001) for row in matrices(30)]
+    rows = matrices(30)
+    measured = {row.block: {other.kind: 0.002 * row.block - 0.001 for other in rows} for row in rows}
     budget = BudgetSummary(
         target="3.2bit", bytes=3_500_000, written=3_412_345, predictor="curvature", predicted=0.03,
         loss_curve={3_100_000: 0.05, 3_900_000: 0.02}, embedding_bits=16, head_bits=16,
     )  # fmt: skip
     samples = [Sample(prompt="Once upon a time", before="there " * 40, after="x" * 400)]
     return render_report(
-        summary(30, matrices=rows, budget=budget, samples=samples, recipe="text: " + "long/" * 80 + "\n")
+        summary(
+            30,
+            matrices=rows,
+            kind_delta_loss=measured,
+            budget=budget,
+            samples=samples,
+            recipe="text: " + "long/" * 80 + "\n",
+        )
     )
 
 

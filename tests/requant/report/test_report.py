@@ -92,13 +92,23 @@ def test_heat_map_places_every_sum():
 
 
 def test_heat_map_of_what_was_measured_shares_the_scale():
-    rows = [dataclasses.replace(row, delta_loss=0.05 * row.block) for row in matrices(3)]
-    heat = heat_map(summary(matrices=rows))
+    rows = matrices(3)
+    measured = {row.block: {other.kind: 0.05 * row.block for other in rows} for row in rows}
+    heat = heat_map(summary(matrices=rows, kind_delta_loss=measured))
     assert heat is not None and heat.largest == pytest.approx(0.1)
     assert heat.measured[2] == [pytest.approx(0.1)] * 3 and heat_map(summary()).measured == {}
-    words = "".join(Page(render_report(summary(matrices=rows))).words)
-    assert "predicted" in words and "with that matrix alone quantized" in words and "measured dF" in words
-    assert "with that matrix alone" not in "".join(Page(render_report(summary())).words)
+    assert heat.alone == {row.name: pytest.approx(0.05 * row.block) for row in rows}
+    words = "".join(Page(render_report(summary(matrices=rows, kind_delta_loss=measured))).words)
+    assert "predicted" in words and "with these matrices alone quantized" in words and "measured dF" in words
+    assert "with these matrices alone" not in "".join(Page(render_report(summary())).words)
+
+
+def test_experts_that_were_measured_together_have_no_number_of_their_own():
+    rows = matrices(1)
+    more = dataclasses.replace(rows[0], name=rows[0].name + ".other")
+    heat = heat_map(summary(matrices=[*rows, more], kind_delta_loss={0: {row.kind: 0.1 for row in rows}}))
+    assert heat is not None and heat.measured[0] == [0.1] * len(rows)
+    assert heat.alone == {row.name: 0.1 for row in rows[1:]}
 
 
 def test_bytes_by_what_they_are_spent_on():

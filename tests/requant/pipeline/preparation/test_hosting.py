@@ -111,7 +111,7 @@ def test_the_bytes_are_those_of_a_model_on_the_device(
     assert result.allocation == resident.allocation
     assert (result.before, result.after) == (resident.before, resident.after)
     assert result.routed_tokens == resident.routed_tokens
-    diagnosis = dataclasses.replace(resident.diagnosis, block_delta_loss={}, matrix_delta_loss={})
+    diagnosis = dataclasses.replace(resident.diagnosis, block_delta_loss={}, kind_delta_loss={})
     assert result.diagnosis == diagnosis
 
 
