@@ -42,9 +42,10 @@ hidden states (of ZAYA an eighth of these). A GPU that has more memory than that
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -135,7 +136,7 @@ class TrainingMemory:
     def bytes_of_phase(self, coded: Collection[str], *, at_least: bool = False) -> int:
         """The peak while the matrices in `coded` have codes and all others learn. `at_least`: with one window at a time as a
         whole, and without graphs that are kept block by block, not with as many as there is room for."""
-        of = _Weights.of(self.model, self.targets, coded)
+        of = self._weights.with_codes(self._size_of(coded))
         if not self.by_block:
             return self._as_a_whole(of, at_least=at_least)
         needed = self._block_by_block(of, coded, self.tokens_at_once)
@@ -149,7 +150,7 @@ class TrainingMemory:
         """
         if not self.gpu or self.hosted:
             return 0
-        of = _Weights.of(self.model, self.targets, coded)
+        of = self._weights.with_codes(self._size_of(coded))
         memory = self.device_memory if available is None else min(self.device_memory, available)
         left = int(GRAPHS_FIT * memory) - self._block_by_block(of, coded, self.tokens_at_once)
         return min(of.blocks, max(0, left) // self._graph(coded))
@@ -164,8 +165,22 @@ class TrainingMemory:
         if not self.gpu or tokens <= TOKENS_AT_ONCE:
             return TOKENS_AT_ONCE
         coded = [target.name for target in self.targets] if self.hosted else ()
-        needed = self._block_by_block(_Weights.of(self.model, self.targets, coded), coded, tokens)
+        needed = self._block_by_block(self._weights.with_codes(self._size_of(coded)), coded, tokens)
         return tokens if needed <= FITS * self.device_memory else TOKENS_AT_ONCE
+
+    @cached_property
+    def _weights(self) -> "_Weights":
+        return _Weights.of(self.model, self.targets)
+
+    @cached_property
+    def _matrices(self) -> list[list["_Matrix"]]:
+        return [
+            [_Matrix(target.name, target.size, sum(target.shape)) for target in members]
+            for members in by_block_of(self.targets)
+        ]
+
+    def _size_of(self, coded: Collection[str]) -> int:
+        return sum(matrix.size for members in self._matrices for matrix in members if matrix.name in coded)
 
     @property
     def _tokens(self) -> int:
@@ -216,8 +231,8 @@ class TrainingMemory:
         at_work = self._block_at_work(coded, min(tokens, at_once))
         if self.hosted:
             kept += 0 if self.group_size is None else 12 * of.coded // self.group_size
-            block = max(sum(target.size for target in members) for members in by_block_of(self.targets))
-            decoded = DECODED_BYTES * max(target.size for target in self.targets)
+            sizes = [[matrix.size for matrix in members] for members in self._matrices]
+            block, decoded = max(map(sum, sizes)), DECODED_BYTES * max(map(max, sizes))
             at_work = of.element_size * block + max(at_work, decoded)
         else:
             kept += of.coded * (1 + of.element_size)
@@ -233,14 +248,14 @@ class TrainingMemory:
         block that takes most."""
         built = 8 if self.gpus > 1 else 4  # matrices that are not kept whole are beside their gradients
         found = 0
-        for members in by_block_of(self.targets):
+        for members in self._matrices:
             gradients = sum(
-                target.size * ((8 if target.name in coded else built) + self._cast) for target in members
+                matrix.size * ((8 if matrix.name in coded else built) + self._cast) for matrix in members
             )
-            uncoded = [target.size for target in members if target.name not in coded]
+            uncoded = [matrix.size for matrix in members if matrix.name not in coded]
             # torch's Adam wants them in float32
             moments = 0 if self.gpu else 4 * max(uncoded, default=0)
-            activations = 4 * sum(sum(target.shape) for target in members)
+            activations = 4 * sum(matrix.ends for matrix in members)
             found = max(found, gradients + max(moments, tokens * activations))
         return found
 
@@ -248,12 +263,18 @@ class TrainingMemory:
         """What a block that is not computed again keeps from forward to backward, of a step's tokens: activations, its
         weights' casts, and in float32 those that are not there otherwise. Of the block that keeps most."""
         found = 0
-        for members in by_block_of(self.targets):
-            built = [target.size for target in members if self.gpus > 1 or target.name in coded]
-            activations = (2 if self._compiled else 4) * sum(sum(target.shape) for target in members)
-            casts = self._cast * sum(target.size for target in members)
+        for members in self._matrices:
+            built = [matrix.size for matrix in members if self.gpus > 1 or matrix.name in coded]
+            activations = (2 if self._compiled else 4) * sum(matrix.ends for matrix in members)
+            casts = self._cast * sum(matrix.size for matrix in members)
             found = max(found, self._tokens * activations + casts + 4 * sum(built))
         return found
+
+
+class _Matrix(NamedTuple):
+    name: str
+    size: int
+    ends: int  # n + k, numbers of an input and an output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,16 +293,15 @@ class _Weights:
     blocks: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, targets: Sequence[QuantTarget], coded: Collection[str]) -> "_Weights":
-        """Those of a model in which the matrices in `coded` have codes."""
+    def of(cls, model: PreTrainedModel, targets: Sequence[QuantTarget]) -> "_Weights":
+        """Those of a model in which no matrix has codes."""
         embedding = model.get_input_embeddings().get_parameter("weight")
         vocabulary, hidden_size = embedding.shape
-        with_codes = sum(target.size for target in targets if target.name in coded)
         matrices = sum(target.size for target in targets)
         tables = {id(table.weight): table.weight.numel() for table in token_tables(model).values()}
         return cls(
-            uncoded=matrices - with_codes,
-            coded=with_codes,
+            uncoded=matrices,
+            coded=0,
             rest=sum(p.numel() for p in model.parameters()) - matrices,
             tables=sum(tables.values()),
             embedding=embedding.numel(),
@@ -291,6 +311,10 @@ class _Weights:
             hidden_size=hidden_size,
             blocks=len(find_blocks(model)[1]),
         )
+
+    def with_codes(self, coded: int) -> "_Weights":
+        """The same when matrices of so many weights have codes."""
+        return replace(self, coded=coded, uncoded=self.uncoded - coded)
 
 
 def fullest_phase(memory: TrainingMemory, recipe: Recipe) -> int:

@@ -118,14 +118,25 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 def _lists(model: nn.Module) -> list[tuple[int, str, nn.ModuleList]]:
     """Every list of modules: how many linears it holds, its dotted path; of a model with a decoder those inside."""
-    found = [
-        (sum(isinstance(m, _linear_types()) for m in module.modules()), path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
-    ]
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    own = {id(module) for module in decoder.modules()}
-    return [each for each in found if id(each[2]) in own] or found
+    path = next((path for path, module in model.named_modules() if module is decoder), None)
+    return (_lists_in(decoder, path) if path is not None else []) or _lists_in(model, "")
+
+
+def _lists_in(root: nn.Module, path: str) -> list[tuple[int, str, nn.ModuleList]]:
+    """The lists in a module at `path`, inner ones first. Each module is met once: mixtures have tens of thousands."""
+    found: list[tuple[int, str, nn.ModuleList]] = []
+    linear = _linear_types()
+
+    def count(module: nn.Module, path: str) -> int:
+        inside = [count(child, f"{path}.{name}".lstrip(".")) for name, child in module.named_children()]
+        linears = isinstance(module, linear) + sum(inside)
+        if isinstance(module, nn.ModuleList) and len(module):
+            found.append((linears, path, module))
+        return linears
+
+    count(root, path)
+    return found
 
 
 def find_linears(
