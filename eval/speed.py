@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
 
 from eval import options as opt
 from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
@@ -37,7 +37,6 @@ from eval.shapes import build, config_of
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.final import (
-    BLOCKWISE_FROM,
     params_in_single_precision,
     split_windows,
     teacher_of,
@@ -50,8 +49,7 @@ from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device
 from requant.pipeline.planning.memory import expected_memory
 from requant.pipeline.planning.schedule import expected_stages
-from requant.pipeline.planning.workload import training_memory
-from requant.pipeline.preparation.completion import with_steps
+from requant.pipeline.planning.workload import goes_by_block, training_memory
 from requant.pipeline.preparation.outline import outline
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -151,13 +149,26 @@ def best_recipe(
     )
 
 
-def trained_as_the_whole(recipe: Recipe, shape: str) -> Recipe:
-    """The recipe with as many training steps as the whole shape gets, and block by block if the whole is."""
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config_of(shape))
-    complete = with_steps(whole, recipe).finetune
-    by_block = sum(p.numel() for p in whole.parameters()) >= BLOCKWISE_FROM
-    return dataclasses.replace(recipe, finetune=dataclasses.replace(complete, blockwise=by_block))
+def trained_as_the_whole(
+    recipe: Recipe, shape: str, tokenizer: Path, device: str, *, gpus: int = 1, gpu_memory: str | None = None
+) -> Recipe:
+    """The recipe of a share with the whole shape's training: its steps, if the recipe does not say how many, in rounds or at
+    the end only, block by block or not."""
+    if gpu_memory is not None:
+        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), device)
+    steps = dataclasses.replace(recipe.finetune, steps=None)
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(shape).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        outlined = outline(
+            folder, dataclasses.replace(recipe, finetune=steps), device=device, dtype="bfloat16", gpus=gpus
+        )
+    complete = dataclasses.replace(
+        outlined.recipe.finetune, blockwise=goes_by_block(outlined, outlined.recipe, device)
+    )
+    if recipe.finetune.steps is not None:
+        complete = dataclasses.replace(complete, steps=recipe.finetune.steps)
+    return dataclasses.replace(recipe, finetune=complete)
 
 
 def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
 def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None, share: int = 1) -> Iterator[Path]:
     """A folder with random weights of the shape, for the duration of the context; none of them stay on the GPU."""
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / f"llama-{shape}-shape"
+        folder = Path(parent) / f"{shape}-shape"
         build(shape, folder, tokenizer, blocks, share)
         gc.collect()
         torch.cuda.empty_cache()
@@ -265,7 +276,7 @@ def main(
     large: Annotated[bool, typer.Option(help="Also measure the 1B shape: 128 x 2048 tokens.")] = False,
     best: Annotated[bool, typer.Option(help="Only mode `best`; needs a GPU.")] = False,
     shape: Annotated[
-        str | None, typer.Option(help="With `--best`: random weights of this shape, 1b, 3b, 8b or 70b.")
+        str | None, typer.Option(help="With `--best`: random weights of this shape of eval/shapes.py: 8b.")
     ] = None,
     blocks: Annotated[int | None, typer.Option(help="With `--shape`: only its first blocks.")] = None,
     share: Annotated[int, typer.Option(help="With `--shape`: one of this many equal parts.")] = 1,
@@ -309,7 +320,9 @@ def main(
             with shaped_model(shape, model, blocks, share) as folder:
                 shaped = best_recipe(folder, data, num_samples=samples, seq_len=2048, bits=bits, steps=steps)
                 if share > 1:
-                    shaped = trained_as_the_whole(shaped, shape)
+                    shaped = trained_as_the_whole(
+                        shaped, shape, model, where, gpus=gpus, gpu_memory=gpu_memory
+                    )
                 shaped = dataclasses.replace(shaped, deterministic=deterministic)
                 if parts:
                     keep_row(f"parts_{name}", best_parts(shaped, where, "bfloat16"))
