@@ -5,9 +5,18 @@
 
 `c(b)` is the method's error at b bits and `A_m` the loss that one unit of error in matrix m causes (`predictors.py`): the
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). w_m is the share of the loss that remains if later
-training repairs a part of it (`run/rounds.py`), otherwise 1. HiGHS solves the integer program to within GAP
-(`scipy.optimize.milp`). If there are few matrices, or many equal ones, the best choice may leave more than TOLERANCE of
-the budget unspent; then the best choice among those that do spend it is taken.
+training repairs a part of it (`run/rounds.py`), otherwise 1.
+
+With hundreds of matrices a price l of a byte comes close to the best choice (Everett 1963, "Generalized Lagrange multiplier
+method"): each matrix takes the option that minimizes w A c(b) + l bytes(b), at the least l that keeps the budget, and what
+is left is spent where it saves most. For every l
+
+    sum_m min_b (w_m A_m c(b) + l bytes_m(b)) - l budget
+
+is at most the loss of the best choice, so this one's distance from it is known. Where that is more than PRICED_GAP, HiGHS
+solves the integer program to within GAP (`scipy.optimize.milp`): with hundreds of matrices it can take minutes. If there
+are few matrices, or many equal ones, the best choice may leave more than TOLERANCE of the budget unspent; then the best
+choice among those that do spend it is taken.
 """
 
 import math
@@ -17,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64, Int64
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -24,8 +34,10 @@ from requant.errors import RecipeError, RequantError
 
 TOLERANCE = 0.005  # of the budget: what may stay unspent
 OTHER_BUDGETS = (2 / 3, 5 / 6, 7 / 6, 4 / 3)  # times the budget: their predicted losses are reported too
-SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
+PRICES = 60  # tried: bisection to the last bits
+SECONDS = 60.0  # of the solver; a model of 200 matrices takes less than one
 GAP = 1e-4  # of the loss: how far from the best a choice may be. Predicted losses are off by a thousand times as much
+PRICED_GAP = 1e-3  # the same where a price is enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,11 +132,16 @@ def _solved(
     smallest = {index: min(o.bytes for o in options[name]) for index, name in enumerate(names)}
     extra = [option.bytes - smallest[index] for index, option in flat]
     unit = math.gcd(*extra) or 1
-    cost = np.array([[size // unit for size in extra]], dtype=np.float64)
+    cost = np.array([size // unit for size in extra], dtype=np.float64)
     losses = np.array([option.weight * option.loss for _, option in flat])
     spread = float(losses.max() - losses.min()) or 1.0
     once = csr_array((np.ones(len(flat)), (rows, np.arange(len(flat)))))
     most, need = (budget - base) // unit, max(0, -(-(least - base) // unit))
+    priced, gap = _priced(losses, cost, rows, most)
+    by_price = Choice(options={names[index]: option for index, option in (flat[at] for at in priced)})
+    enough = by_price.bytes >= least
+    if enough and gap <= PRICED_GAP:
+        return by_price
     while most >= need:
         found = milp(
             losses / spread,
@@ -133,13 +150,15 @@ def _solved(
             constraints=[
                 LinearConstraint(once, 1, 1),  # type: ignore[arg-type]
                 # sparse too: of a dense matrix SciPy raises warnings as errors, not in its own thread alone
-                LinearConstraint(csr_array(cost), need, most),  # type: ignore[arg-type]
+                LinearConstraint(csr_array(cost[None]), need, most),  # type: ignore[arg-type]
             ],
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         if found.x is None:
             if found.status == 2:  # infeasible
                 return None
+            if enough:
+                return by_price
             raise RequantError(
                 f"the budget could not be solved ({found.message}); give another --bits or --size."
             )
@@ -148,6 +167,52 @@ def _solved(
             return choice
         most -= 1  # the solver rounds; bytes are checked as integers
     return None
+
+
+def _priced(
+    losses: Float64[np.ndarray, " o"],
+    cost: Float64[np.ndarray, " o"],
+    rows: Int64[np.ndarray, " o"],
+    most: int,
+) -> tuple[list[int], float]:
+    """The options that a price chooses, one for each of the ascending `rows`, whose cost is at most `most`; and by what part
+    of their loss they lose more than the best choice, at most.
+
+    Of a row's options, which are sorted by cost, the first costs nothing.
+    """
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+
+    def at(price: float) -> tuple[Any, float]:
+        total = losses + price * cost
+        least = np.minimum.reduceat(total, starts)
+        first = np.unique(rows[cheapest := np.flatnonzero(total <= least[rows])], return_index=True)[1]
+        return cheapest[first], float(least.sum() - price * most)
+
+    taken, bound = starts, -math.inf
+    saved = losses[starts][rows] - losses
+    low, high = 0.0, float((saved / np.maximum(cost, 1)).max())  # above it no option is worth its cost
+    for _ in range(PRICES):
+        price = (low + high) / 2
+        options, below = at(price)
+        bound = max(bound, below)
+        if cost[options].sum() <= most:
+            taken, high = options, price
+        else:
+            low = price
+    options, below = at(0.0)
+    if cost[options].sum() <= most:
+        return options.tolist(), 0.0
+    taken, bound = taken.copy(), max(bound, below)
+    left = most - cost[taken].sum()
+    while True:  # spend what is left
+        saved = np.where(cost - cost[taken][rows] <= left, losses[taken][rows] - losses, 0.0)
+        best = int(saved.argmax())
+        if saved[best] <= 0:
+            break
+        left -= cost[best] - cost[taken[rows[best]]]
+        taken[rows[best]] = best
+    loss = float(losses[taken].sum())
+    return taken.tolist(), max(0.0, loss - bound) / max(loss, math.ulp(0.0))
 
 
 def _choice(names: Sequence[str], flat: Sequence[tuple[int, Option]], x: Any) -> Choice:
