@@ -28,7 +28,6 @@ from torch import nn
 
 from requant import progress, ranks
 from requant.calibration.collect import collect
-from requant.calibration.stats import LinearStats
 from requant.finetune.final import (
     params_in_single_precision,
     save_finetuned_params,
@@ -42,7 +41,7 @@ from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
-from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
+from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
@@ -135,12 +134,8 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                         label=run.label("statistics"),
                     )
 
-            def quantize(
-                target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
-            ) -> QuantizedWeight:
-                return method.quantize(target.weight(), stats[target.name], run.config_of(target))
-
-            weights |= make_codes(run, chunk, quantize, stage="codes", keys=keys, bar=bar)
+            made = make_codes(run, chunk, QuantTarget.weight, statistics, stage="codes", keys=keys, bar=bar)
+            weights |= made
             release(run, statistics)
     return weights
 

@@ -41,6 +41,8 @@ class Method:
     outlier_cost: `(stats, config)` -> [n, k], the cost of a squared error of each weight; only of methods that can store
         outliers as floats (`config.outlier_fraction`, `outliers.py`).
     side_by_side: whether threads may call `quantize` at the same time, on streams of one GPU, and gain by it.
+    quantize_batch: `(weights, stats, config, *, detached)`, sequences for several matrices of one shape -> the results of
+        `quantize`, bit for bit; of methods that leave most of a GPU idle with a single small matrix.
     compile_ahead: `(configs, device, *, wait)` compiles the kernels that matrices of these settings need side by side, which
         `quantize` would do one after the other; without `wait` in the background.
     plain_grid: whether codes are a uniform grid without column scales, which other programs read (`recipe/readers.py`).
@@ -60,6 +62,7 @@ class Method:
     bits: tuple[Bits, ...] = (2, 3, 4, 5, 6, 7, 8)
     outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
     side_by_side: bool = False
+    quantize_batch: Callable[..., list[QuantizedWeight]] | None = None
     compile_ahead: Callable[..., None] | None = None
     plain_grid: bool = False
     detach: Mapping[str, Any] = field(default_factory=dict)
@@ -86,4 +89,5 @@ class PruningMethod:
     needs: frozenset[str] = frozenset()
     predictor_needs: frozenset[str] = frozenset()
     side_by_side: bool = False
+    quantize_batch: Callable[..., list[QuantizedWeight]] | None = None
     compile_ahead: Callable[..., None] | None = None

@@ -122,6 +122,62 @@ def quantize(
     Rotation mixes all weights, so detached ones are zeros in the rotated matrix; their residuals are the sparse part.
     Raises InputError if a statistic is missing, NumericalError if it or the weight is not finite.
     """
+    return quantize_batch([weight], [stats], config, detached=[detached])[0]
+
+
+def quantize_batch(
+    weights: Sequence[Float[Tensor, "n k"]],
+    stats: Sequence[LinearStats],
+    config: TrellisConfig,
+    *,
+    detached: Sequence[Bool[Tensor, "n k"] | None] | None = None,
+) -> list[QuantizedWeight]:
+    """`quantize` of several matrices of one shape; where it is two-sided, their tiles are searched together.
+
+    A GPU that searches one tile per SM is busy with an expert's few tiles only in part, and Python with their launches.
+    """
+    masks = [None] * len(weights) if detached is None else detached
+    rotated = [_rotated(*each, config) for each in zip(weights, stats, masks, strict=True)]
+    across = [each.across for each in rotated]
+    if config.two_sided:
+        target = rotated[0].target[None] if len(rotated) == 1 else torch.stack([r.target for r in rotated])
+        codes = two_sided_block_ldlq(target, across, [r.down for r in rotated if r.down is not None], config)
+    else:
+        codes = [block_ldlq(each.target, each.across, config) for each in rotated]
+    return [
+        with_residuals(each.with_codes(own, config), each.goal, mask)
+        for each, own, mask in zip(rotated, codes, masks, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rotated:
+    """A matrix in the basis in which it is coded."""
+
+    goal: Float[Tensor, "n k"]  # what the codes should stand for
+    target: Float[Tensor, "r c"]  # the same in that basis and in units of the code's values
+    across: Float[Tensor, "c c"]  # L - I
+    down: Float[Tensor, "r r"] | None  # M - I; None where G = I
+    input_scales: Float[Tensor, " k"] | None
+    output_scales: Float[Tensor, " n"]
+
+    def with_codes(self, codes: UInt8[Tensor, "r c"], config: TrellisConfig) -> Trellis:
+        return Trellis(
+            codes=codes,
+            input_scales=None if self.input_scales is None else self.input_scales.half(),
+            output_scales=self.output_scales.half(),
+            bits=config.bits,
+            code=config.code,
+            rotates_output=config.rotate_output,
+        )
+
+
+def _rotated(
+    weight: Float[Tensor, "n k"],
+    stats: LinearStats,
+    detached: Bool[Tensor, "n k"] | None,
+    config: TrellisConfig,
+) -> _Rotated:
     check_weight(weight)
     n, k = weight.shape
     hessian = statistic(stats.hessian, "hessian", (k, k))
@@ -137,24 +193,19 @@ def quantize(
         scale = scale_of(rotated, config)
         scales, target = None, rotated / scale
         output_scales = zeros_kept(rows * scale, rotated.square().mean())
-    across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
+    across, down = (
+        block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp),
+        None,
+    )
     if config.two_sided:
         gradients = statistic(stats.output_hessian, "output_hessian", (n, n))
         gradients = incoherence_process(gradients, rows=rows, columns=rows)
         if scales is not None:
             gradients = scales[:, None] * gradients * scales
-        codes = two_sided_block_ldlq(target, across, block_ldl(gradients, damp=config.output_damp), config)
-    else:
-        codes = block_ldlq(target, across, config)
-    dense = Trellis(
-        codes=codes,
-        input_scales=None if columns is None else columns.half(),
-        output_scales=output_scales.half(),
-        bits=config.bits,
-        code=config.code,
-        rotates_output=rows is not None,
+        down = block_ldl(gradients, damp=config.output_damp)
+    return _Rotated(
+        goal=goal, target=target, across=across, down=down, input_scales=columns, output_scales=output_scales
     )
-    return with_residuals(dense, goal, detached)
 
 
 def signs_of(
@@ -238,38 +289,44 @@ def block_ldlq(
 
 
 def two_sided_block_ldlq(
-    target: Float[Tensor, "r c"],
-    across: Float[Tensor, "c c"],
-    down: Float[Tensor, "r r"],
+    target: Float[Tensor, "m r c"],
+    across: Sequence[Float[Tensor, "c c"]],
+    down: Sequence[Float[Tensor, "r r"]],
     config: TrellisConfig,
-) -> UInt8[Tensor, "r c"]:
+) -> list[UInt8[Tensor, "r c"]]:
     """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other.
 
     Down an anti-diagonal rows ascend and columns descend. A is kept with its rows of tiles in reverse, B with its columns,
-    so that what an anti-diagonal feeds back to is a slice of each, updated in place.
+    so that what an anti-diagonal feeds back to is a slice of each, updated in place. Each of m matrices feeds back by
+    products of its own, whose shapes do not depend on m, so that its codes do not either.
     """
-    r, c = target.shape[0] // TILE, target.shape[1] // TILE
+    count, r, c = len(target), target.shape[1] // TILE, target.shape[2] // TILE
     values = code_values(config.code, target.device)
-    left = target.view(r, TILE, c, TILE).permute(0, 2, 1, 3)  # tiles [r, c, 16, 16]
-    a = torch.zeros(r, TILE, c * TILE, device=target.device)
-    b = torch.zeros(c, r * TILE, TILE, device=target.device)
-    across_rows, down_rows = across.view(c, TILE, c * TILE), down.view(r, TILE, r * TILE)
-    codes = torch.empty(r, c, TILE * TILE, dtype=torch.uint8, device=target.device)
+    left = target.view(count, r, TILE, c, TILE).transpose(2, 3)  # tiles [m, r, c, 16, 16]
+    a = torch.zeros(count, r, TILE, c * TILE, device=target.device)
+    b = torch.zeros(count, c, r * TILE, TILE, device=target.device)
+    across_rows = [each.view(c, TILE, c * TILE) for each in across]
+    down_rows = [each.view(r, TILE, r * TILE) for each in down]
+    codes = torch.empty(count, r, c, TILE * TILE, dtype=torch.uint8, device=target.device)
+    m = torch.arange(count, device=target.device)[:, None]
     for diagonal in range(r + c - 2, -1, -1):
         top, bottom = max(0, diagonal - c + 1), min(r - 1, diagonal)
         first, last = diagonal - bottom, diagonal - top
         i = torch.arange(top, bottom + 1, device=target.device)
         j = diagonal - i
-        fed = a.view(r, TILE, c, TILE)[r - 1 - i, :, j]
-        wanted = left[i, j] + fed + b.view(c, r, TILE, TILE)[c - 1 - j, i]
-        codes[i, j], found = code_tiles(wanted.flatten(1), values, config.bits)
-        error = left[i, j] - found.view(-1, TILE, TILE)
+        fed = a.view(count, r, TILE, c, TILE)[m, r - 1 - i, :, j]
+        wanted = left[m, i, j] + fed + b.view(count, c, r, TILE, TILE)[m, c - 1 - j, i]
+        new, found = code_tiles(wanted.view(-1, TILE * TILE), values, config.bits)
+        codes[m, i, j] = new.view(count, -1, TILE * TILE)
+        error = left[m, i, j] - found.view_as(wanted)
+        reversed_error, both = error.flip(1), error + fed
         columns, rows = slice(last * TILE), slice(bottom * TILE)  # beyond them L and M have nothing
-        to_a = a[r - 1 - bottom : r - top, :, columns]
-        to_a.baddbmm_(error.flip(0), across_rows[first : last + 1, :, columns])
-        to_b = b[c - 1 - last : c - first, rows]
-        to_b.baddbmm_(down_rows[top : bottom + 1, :, rows].mT, error + fed)
-    return from_tiles(codes.flatten(0, 1), (r * TILE, c * TILE))
+        to_a = a[:, r - 1 - bottom : r - top, :, columns]
+        to_b = b[:, c - 1 - last : c - first, rows]
+        for each in range(count):
+            to_a[each].baddbmm_(reversed_error[each], across_rows[each][first : last + 1, :, columns])
+            to_b[each].baddbmm_(down_rows[each][top : bottom + 1, :, rows].mT, both[each])
+    return [from_tiles(each, (r * TILE, c * TILE)) for each in codes.flatten(1, 2)]
 
 
 def compile_ahead(configs: Iterable[TrellisConfig], device: torch.device, *, wait: bool = True) -> None:
@@ -371,6 +428,7 @@ METHOD = Method(
     predicted_losses=predicted_losses,
     predictor_needs=frozenset({"hessian", "output_hessian"}),
     side_by_side=True,
+    quantize_batch=quantize_batch,
     compile_ahead=compile_ahead,
     seconds_per_weight={"cpu": 3.5e-5, "cuda": 5.5e-8},
     detach={"outlier_fraction": 0.0, "significant_fraction": 0.005},

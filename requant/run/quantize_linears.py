@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import QuantTarget, by_block, by_input
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
-from requant.run.side_by_side import quantized
+from requant.run.side_by_side import batches_for, quantized, workers_for
 from requant.run.stage_cache import load_weights, save_weight
 from requant.run.statistics import TargetsWithStatistics, chunks_that_fit, gather, gathered_in_chunks, release
 from requant.run.workspace import digest
@@ -57,35 +57,54 @@ def quantize_linears(
     )
     with progress.counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
         for members, statistics in calibrated:
-
-            def quantize(
-                target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
-            ) -> QuantizedWeight:
-                device = target.device
-                masks = {} if detached is None else {"detached": detached[target.name].to(device)}
-                weight = run.original[target.name].to(device).float()
-                return method.quantize(weight, stats[target.name], run.config_of(target), **masks)
-
-            done.update(make_codes(run, members, quantize, stage="linear", keys=keys, bar=bar))
+            done.update(
+                make_codes(
+                    run,
+                    members,
+                    lambda target: run.original[target.name].to(target.device).float(),
+                    statistics,
+                    detached=detached,
+                    stage="linear",
+                    keys=keys,
+                    bar=bar,
+                )
+            )
     return {target.name: done[target.name] for target in run.targets}
 
 
 def make_codes(
     run: RunContext,
     targets: Sequence[QuantTarget],
-    quantize: Callable[[QuantTarget], QuantizedWeight],
+    weight_of: Callable[[QuantTarget], Float[Tensor, "n k"]],
+    statistics: Mapping[str, LinearStats],
     *,
+    detached: Mapping[str, Bool[Tensor, "n k"]] | None = None,
     stage: str,
     keys: Mapping[str, str],
     bar: progress.Counter,
 ) -> Weights:
-    """The codes of all targets, on every rank: `quantize(target)` of each rank's own, which are saved one by one."""
+    """The codes of all targets, on every rank: each rank makes those of its own, which are saved one by one."""
     made: Weights = {}
+    method, own = find_method(run.recipe.method), ranks.owned(targets)
+
+    def quantize(batch: Sequence[QuantTarget]) -> Sequence[QuantizedWeight]:
+        config = run.config_of(batch[0])
+        weights, stats = [weight_of(target) for target in batch], [statistics[t.name] for t in batch]
+        masks = None if detached is None else [detached[t.name].to(t.device) for t in batch]
+        if method.quantize_batch is not None:
+            return method.quantize_batch(weights, stats, config, detached=masks)
+        mask = {} if masks is None else {"detached": masks[0]}
+        return [method.quantize(weights[0], stats[0], config, **mask)]
+
+    def work(target: QuantTarget) -> int:
+        return working_bytes(target, method.needs)
+
     with run.stage("quantize"):
         compile_ahead(run, targets)
-        method, own = find_method(run.recipe.method), ranks.owned(targets)
-        work = max((working_bytes(target, method.needs) for target in own), default=0)
-        for target, weight in quantized(own, quantize, work=work if method.side_by_side else None):
+        single = method.quantize_batch is None
+        batches = [[target] for target in own] if single else batches_for(own, run.config_of, work)
+        workers = workers_for(batches, work) if method.side_by_side else 1
+        for target, weight in quantized(batches, quantize, workers=workers):
             # packed before codes of a hosted matrix go to the host, where that takes longer
             save_weight(run, stage, keys[target.name], weight, rank=target.rank)
             made[target.name] = weight if target.hosted is None else weight.to(target.codes_device)

@@ -1,14 +1,15 @@
-"""Matrices quantized side by side on one GPU, each on its own stream, when a single one would leave part of the GPU idle.
+"""Matrices quantized side by side on one GPU, when a single one would leave part of the GPU idle.
 
 Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), with a Viterbi search per tile
 and one tile per SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
-has. So up to MOST matrices run at once, enough for their longest anti-diagonals to have twice as many tiles as the GPU has
-SMs, and two of any size: one is searched while errors of the other are fed back, where an H100 takes 2.04 s in place of
-2.46 for a matrix of 14336 x 4096. The codes of each matrix are those that it would get alone; memory is that of all matrices
-that run at once, so no more run than fit half of what is free.
+has. So matrices of one shape and the same settings, experts above all, are searched in batches (`Method.quantize_batch`),
+whose longest anti-diagonals have WAVES tiles for each SM. And up to MOST batches run at once, each on its own stream,
+enough for twice as many tiles as the GPU has SMs, and two of any size: one is searched while errors of the other are fed
+back, where an H100 takes 2.04 s in place of 2.46 for a matrix of 14336 x 4096. The codes of each matrix are those that it
+would get alone; memory is that of all matrices that run at once, so no more run than fit half of what is free.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -20,67 +21,116 @@ from requant.models.devices import free_memory
 from requant.models.targets import QuantTarget
 
 MOST = 4  # beyond, threads wait for the interpreter
+WAVES = 3  # of tiles, in a batch: the last one is as full as the others, or nearly
 SMS = 132  # of an H100 or H200
+
+Batch = Sequence[QuantTarget]
 
 
 def quantized(
-    targets: Sequence[QuantTarget],
-    quantize: Callable[[QuantTarget], QuantizedWeight],
+    batches: Sequence[Batch],
+    quantize: Callable[[Batch], Sequence[QuantizedWeight]],
     *,
-    work: int | None,
+    workers: int,
 ) -> Iterator[tuple[QuantTarget, QuantizedWeight]]:
-    """`(target, quantize(target))` of every target, in order; side by side on a GPU if `work` says in how many bytes one is
-    quantized, at most; with None one after the other.
+    """`(target, its codes)` of every target, batch by batch, with so many batches at once on their GPU.
 
     What `quantize` reads was made by the caller's stream before it is asked for the next one, and is ready there when it
     comes out. The first goes alone, so that its kernels are compiled once.
     """
-    workers = 1 if work is None else workers_for(targets, work)
     if workers == 1:
-        yield from ((target, quantize(target)) for target in targets)
+        for batch in batches:
+            yield from zip(batch, quantize(batch), strict=True)
         return
-    device = targets[0].parameter.device
+    device = batches[0][0].parameter.device
     streams = [torch.cuda.Stream(device) for _ in range(workers)]
 
     @torch.no_grad()
-    def on_stream(target: QuantTarget, stream: torch.cuda.Stream) -> QuantizedWeight:
+    def on_stream(batch: Batch, stream: torch.cuda.Stream) -> Sequence[QuantizedWeight]:
         with torch.cuda.stream(stream):
-            weight = quantize(target)
+            weights = quantize(batch)
         stream.synchronize()
-        return weight
+        return weights
 
-    yield targets[0], quantize(targets[0])
-    waiting: list[tuple[QuantTarget, Future[QuantizedWeight]]] = []
+    yield from zip(batches[0], quantize(batches[0]), strict=True)
+    waiting: list[tuple[Batch, Future[Sequence[QuantizedWeight]]]] = []
     with ThreadPoolExecutor(workers) as pool:
 
-        def begin(target: QuantTarget, stream: torch.cuda.Stream) -> None:
+        def begin(batch: Batch, stream: torch.cuda.Stream) -> None:
             stream.wait_stream(torch.cuda.current_stream(device))
-            waiting.append((target, pool.submit(on_stream, target, stream)))
+            waiting.append((batch, pool.submit(on_stream, batch, stream)))
 
-        rest = iter(targets[1:])
-        for target, stream in zip(islice(rest, workers), streams, strict=False):
-            begin(target, stream)
+        rest = iter(batches[1:])
+        for batch, stream in zip(islice(rest, workers), streams, strict=False):
+            begin(batch, stream)
         position = 0
         while waiting:
-            target, future = waiting.pop(0)
-            weight = future.result()
+            batch, future = waiting.pop(0)
+            weights = future.result()
             if (following := next(rest, None)) is not None:
                 begin(following, streams[position % workers])  # that of the one just finished
             position += 1
-            yield target, weight
+            yield from zip(batch, weights, strict=True)
     torch.cuda.empty_cache()  # what the streams hold is of no use to others
 
 
-def workers_for(targets: Sequence[QuantTarget], work: int) -> int:
-    """How many of these matrices run at once where they are; 1 on a CPU."""
-    if len(targets) < 3 or not targets[0].parameter.is_cuda:
+def workers_for(batches: Sequence[Batch], work: Callable[[QuantTarget], int]) -> int:
+    """How many of these batches run at once where they are; 1 on a CPU."""
+    if len(batches) < 3 or not batches[0][0].parameter.is_cuda:
         return 1
+    device = batches[0][0].parameter.device
+    return at_once(batches, work, free_memory(device), sms=_sms(device))
+
+
+def batches_for(
+    targets: Sequence[QuantTarget],
+    settings: Callable[[QuantTarget], Hashable],
+    work: Callable[[QuantTarget], int],
+) -> list[Batch]:
+    """Batches of these matrices where they are; of one each on a CPU."""
+    if not targets or not targets[0].parameter.is_cuda:
+        return [[target] for target in targets]
     device = targets[0].parameter.device
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return at_once(targets, work, free_memory(device), sms=sms)
+    return batched(targets, settings, work, free_memory(device), sms=_sms(device))
 
 
-def at_once(targets: Sequence[QuantTarget], work: int, free: int, *, sms: int = SMS) -> int:
-    """How many of these matrices, each in `work` bytes, fill a GPU of so many SMs and fit half of its `free` bytes."""
-    longest = max(min(target.shape) for target in targets) // TILE or 1
-    return max(1, min(MOST, max(2, 2 * sms // longest), free // 2 // work))
+def batched(
+    targets: Sequence[QuantTarget],
+    settings: Callable[[QuantTarget], Hashable],
+    work: Callable[[QuantTarget], int],
+    free: int,
+    *,
+    sms: int = SMS,
+) -> list[Batch]:
+    """Batches of one shape and the same `settings`, whose tiles fill a GPU of so many SMs, and of which two fit half of its
+    `free` bytes if each matrix takes `work`."""
+    alike: dict[Hashable, list[QuantTarget]] = {}
+    for target in targets:
+        alike.setdefault((target.shape, settings(target)), []).append(target)
+    found: list[Batch] = []
+    for members in alike.values():
+        size = max(1, min(WAVES * sms // _longest(members[0]), free // 4 // work(members[0])))
+        found += [members[start : start + size] for start in range(0, len(members), size)]
+    return found
+
+
+def at_once(
+    batches: Sequence[Batch], work: Callable[[QuantTarget], int], free: int, *, sms: int = SMS
+) -> int:
+    """How many of these batches fill a GPU of so many SMs and fit half of its `free` bytes."""
+    longest = max(len(batch) * _longest(batch[0]) for batch in batches)
+    return max(1, min(MOST, max(2, 2 * sms // longest), free // 2 // bytes_of_largest(batches, work)))
+
+
+def bytes_of_largest(batches: Sequence[Batch], work: Callable[[QuantTarget], int]) -> int:
+    """What the batch takes that takes most, if each matrix takes `work`."""
+    return max(len(batch) * work(batch[0]) for batch in batches)
+
+
+def _longest(target: QuantTarget) -> int:
+    """Tiles of the longest anti-diagonal."""
+    return min(target.shape) // TILE or 1
+
+
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from requant.calibration.collect import working_bytes
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
+from requant.models.targets import QuantTarget
 from requant.pipeline.planning.statistics import most_needs, most_statistics, statistics_memory
 from requant.pipeline.planning.workload import count_gpus, of_fullest_rank, training_memory, windows_to_train
 from requant.pipeline.preparation.outline import Outline
@@ -21,10 +23,11 @@ from requant.pipeline.preparation.shape_bytes import (
     outside_bytes,
     score_bytes,
 )
+from requant.quantizers.method import Method, PruningMethod
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.decoded_once import keeps_floats
-from requant.run.side_by_side import at_once
+from requant.run.side_by_side import Batch, at_once, batched, bytes_of_largest
 
 # Of a process on Linux, measured with the CPU build of torch 2.13
 PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
@@ -75,8 +78,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
     work = memory.work
     if device != "cpu" and method.side_by_side:
-        free = total_memory(torch.device(device)) - model - coding
-        work *= at_once(prepared.targets, work, free)
+        work = _work_at_once(prepared, method, total_memory(torch.device(device)) - model - coding)
     weights = sum(target.size for target in prepared.targets)
     ample = keeps_floats(weights, total_memory(torch.device(device)), hosted=prepared.hosted)
     measured = max(scores, evaluation) + (4 * weights if ample else 0)
@@ -90,6 +92,18 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         characters = len(prepared.calibration.text) + len(prepared.evaluation.text)
     programs = PROCESS_BYTES + (NUMBA_BYTES if recipe.method == "trellis" else 0)
     return programs + max(CHARACTER_BYTES_KEPT * characters + stages, model + CHARACTER_BYTES * characters)
+
+
+def _work_at_once(prepared: Prepared | Outline, method: Method | PruningMethod, free: int) -> int:
+    """Bytes that matrices take while they are quantized side by side on a GPU, if those of one shape get the same bits."""
+
+    def work(target: QuantTarget) -> int:
+        return working_bytes(target, method.needs)
+
+    batches: list[Batch] = [[target] for target in prepared.targets]
+    if method.quantize_batch is not None:
+        batches = batched(prepared.targets, lambda target: target.shape, work, free)
+    return at_once(batches, work, free) * bytes_of_largest(batches, work)
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
