@@ -324,9 +324,7 @@ def micro_batch_that_fits(
     device = run.model.device
     if device.type != "cuda":
         return None
-    head = run.model.get_output_embeddings()
-    vocabulary = 0 if head is None else head.weight.shape[0]
-    a_token = bytes_of_a_token(run.targets, vocabulary, device="cuda", compiled=compiles(settings.num_steps))
+    a_token = bytes_of_a_token(run.model, run.targets, device="cuda", compiled=compiles(settings.num_steps))
     learning = [trainable.tensor.numel() for trainable in trainables]
     state = reserved + 12 * sum(learning)
     state += copied_to_sum(sum(learning), max(learning, default=0), gpus=ranks.world_size())

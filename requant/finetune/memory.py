@@ -49,6 +49,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from requant.calibration.experts import share_of_experts
 from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
@@ -88,11 +89,20 @@ def exhaustion_explained(*, in_rounds: bool) -> Iterator[None]:
         ) from error
 
 
-def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int, *, device: str, compiled: bool) -> int:
-    """What the gradients of a token keep: inputs and outputs of every linear in float32, for all activations between
-    them, in compiled blocks, with 16 bits, half of that; and the logits. 2.4 MB in a compiled 1B shape."""
-    activations = 4 * sum(sum(target.shape) for target in targets)
+def bytes_of_a_token(
+    model: PreTrainedModel, targets: Sequence[QuantTarget], *, device: str, compiled: bool
+) -> int:
+    """What the gradients of a token keep: inputs and outputs of every linear that sees it, in float32, for all activations
+    between them, in compiled blocks, with 16 bits, half of that; and the logits. 2.4 MB in a compiled 1B shape."""
+    head, share = model.get_output_embeddings(), share_of_experts(model, targets)
+    vocabulary = 0 if head is None else head.weight.shape[0]
+    activations = 4 * sum(_activations(target, share) for target in targets)
     return activations // (2 if compiled else 1) + BYTES_OF_A_LOGIT[device] * vocabulary
+
+
+def _activations(target: QuantTarget, share: float) -> int:
+    """Numbers of a token's input and output, on average over tokens of which this `share` is routed to an expert."""
+    return round(sum(target.shape) * (1.0 if target.experts is None else share))
 
 
 def windows_that_fit(available: int, a_token: int, length: int, settings: Finetune) -> int:
@@ -174,8 +184,9 @@ class TrainingMemory:
 
     @cached_property
     def _matrices(self) -> list[list["_Matrix"]]:
+        share = share_of_experts(self.model, self.targets)
         return [
-            [_Matrix(target.name, target.size, sum(target.shape)) for target in members]
+            [_Matrix(target.name, target.size, _activations(target, share)) for target in members]
             for members in by_block_of(self.targets)
         ]
 
@@ -212,7 +223,7 @@ class TrainingMemory:
         kept += 12 * learning + 9 * of.coded + states
         if self.gpu:
             kept += copied_to_sum(learning, min(of.largest, learning), gpus=self.gpus)
-        a_token = bytes_of_a_token(self.targets, of.vocabulary, device=device, compiled=self._compiled)
+        a_token = bytes_of_a_token(self.model, self.targets, device=device, compiled=self._compiled)
         at_once = 0
         if self.gpu and not at_least:
             at_once = windows_that_fit(self.device_memory - kept, a_token, length, self.settings)
@@ -222,7 +233,7 @@ class TrainingMemory:
             # those of a step that is one micro-batch are made while its activations go
             gradients = 4 * learning if at_once >= own else 0
             return kept - gradients + max(gradients, activations)
-        return kept + length * bytes_of_a_token(self.targets, of.vocabulary, device=device, compiled=False)
+        return kept + length * bytes_of_a_token(self.model, self.targets, device=device, compiled=False)
 
     def _block_by_block(self, of: "_Weights", coded: Collection[str], at_once: int) -> int:
         """Bytes in training block by block, with so many tokens through a block at once and no graphs kept."""
@@ -255,7 +266,7 @@ class TrainingMemory:
             uncoded = [matrix.size for matrix in members if matrix.name not in coded]
             # torch's Adam wants them in float32
             moments = 0 if self.gpu else 4 * max(uncoded, default=0)
-            activations = 4 * sum(matrix.ends for matrix in members)
+            activations = 4 * sum(matrix.activations for matrix in members)
             found = max(found, gradients + max(moments, tokens * activations))
         return found
 
@@ -265,7 +276,7 @@ class TrainingMemory:
         found = 0
         for members in self._matrices:
             built = [matrix.size for matrix in members if self.gpus > 1 or matrix.name in coded]
-            activations = (2 if self._compiled else 4) * sum(matrix.ends for matrix in members)
+            activations = (2 if self._compiled else 4) * sum(matrix.activations for matrix in members)
             casts = self._cast * sum(matrix.size for matrix in members)
             found = max(found, self._tokens * activations + casts + 4 * sum(built))
         return found
@@ -274,7 +285,7 @@ class TrainingMemory:
 class _Matrix(NamedTuple):
     name: str
     size: int
-    ends: int  # n + k, numbers of an input and an output
+    activations: int  # of a token
 
 
 @dataclass(frozen=True, kw_only=True)

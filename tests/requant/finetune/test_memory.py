@@ -1,6 +1,8 @@
 """What training is said to hold, beside what it holds: the bytes of all live tensors, operation by operation."""
 
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +12,14 @@ from torch.utils._pytree import tree_iter
 
 from requant.finetune.final import params_in_single_precision, split_windows, teacher_of
 from requant.finetune.loop import single_precision, train
-from requant.finetune.memory import TrainingMemory
+from requant.finetune.memory import TrainingMemory, bytes_of_a_token
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
 from requant.finetune.trainables import params_without_codes, trainable_tensors
 from requant.formats.quantized_weight import pack, trainable_params
-from requant.models.targets import find_blocks
+from requant.models.experts import unfuse_experts
+from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.preparation.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
@@ -56,27 +59,36 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("by_block", "tokens", "hidden_weight"),
+    ("model", "by_block", "tokens", "hidden_weight"),
     [
-        pytest.param(False, 128, 0.0, marks=pytest.mark.slow),
-        (False, 128, 3.0),
-        pytest.param(True, 128, 0.0, marks=pytest.mark.slow),
-        (True, 512, 3.0),
-        pytest.param(True, 1024, 0.0, marks=pytest.mark.slow),
+        pytest.param("demo-4m", False, 128, 0.0, marks=pytest.mark.slow),
+        ("demo-4m", False, 128, 3.0),
+        pytest.param("demo-4m", True, 128, 0.0, marks=pytest.mark.slow),
+        ("demo-4m", True, 512, 3.0),
+        pytest.param("demo-4m", True, 1024, 0.0, marks=pytest.mark.slow),
+        pytest.param("moe-3m", False, 128, 0.0, marks=pytest.mark.slow),
+        pytest.param("moe-3m", True, 1024, 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_weight: float) -> None:
-    """Within 15 % of the peak of round 1, on the demo model."""
+def test_what_training_holds_is_predicted(
+    model: str, by_block: bool, tokens: int, hidden_weight: float, shared: Callable[[str], Path]
+) -> None:
+    """Within 15 % of the peak of round 1."""
     settings = Finetune(steps=2, tokens_per_step=tokens, train_windows=8, blockwise=by_block)
     recipe = Recipe(
         mode="best",
         method="kmeans",
         quantizer=METHODS["kmeans"].config(bits=2),
-        calibration=Calibration(num_samples=8, seq_len=128),
-        evaluation=Evaluation(context=32, windows=2, samples=0),
+        calibration=Calibration(text=("demo",), num_samples=8, seq_len=128),
+        evaluation=Evaluation(text=("demo-eval",), context=32, windows=2, samples=0),
         finetune=settings,
     )
-    run = start(prepare("demo", recipe, device="cpu"), recipe, workspace=Workspace(None), quiet=True)
+    run = start(
+        prepare(str(shared(f"models/{model}")), recipe, device="cpu"),
+        recipe,
+        workspace=Workspace(None),
+        quiet=True,
+    )
     coded, method = rounds_of(run.targets)[0], METHODS["rtn"]
     statistics = gather(run, coded, method.needs)
     weights = {t.name: method.quantize(t.weight(), statistics[t.name], method.config(bits=2)) for t in coded}
@@ -106,6 +118,27 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_we
         device_memory=10**10,
     ).bytes_of_phase(set(weights))
     assert predicted == pytest.approx(live.peak - host, rel=0.15)
+
+
+def test_a_token_has_activations_in_the_experts_that_see_it(tiny_model) -> None:
+    """Two of four, in 16 bits half a float's bytes."""
+    model = tiny_model("qwen3-moe")
+    unfuse_experts(model)
+    targets, config = find_linears(model), model.config
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    d, width = config.hidden_size, config.moe_intermediate_size
+    block = (d + heads) + 2 * (d + kv) + (heads + d) + 2 * 3 * (d + width)
+    logits = 24 * config.vocab_size
+    assert sum(target.experts is not None for target in targets) == 4 * 3 * config.num_hidden_layers
+    found = bytes_of_a_token(model, targets, device="cpu", compiled=False)
+    assert found == 4 * config.num_hidden_layers * block + logits
+    memory = TrainingMemory(
+        model=model, targets=targets, settings=Finetune(steps=2), windows=(8, 1024), by_block=True, gpu=True,
+        device_memory=10**10,
+    )  # fmt: skip
+    everywhere = sum(sum(t.shape) for t in targets if t.block == 0)
+    kept = memory._graph(set()) - 2 * sum(t.size for t in targets if t.block == 0)
+    assert kept == 4 * block * memory._tokens < 4 * everywhere * memory._tokens
 
 
 @pytest.mark.slow

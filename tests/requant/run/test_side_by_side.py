@@ -43,7 +43,7 @@ def targets_of(count: int, size: int, device: str) -> list[QuantTarget]:
 
 
 def settings(target: QuantTarget) -> TrellisConfig:
-    return TrellisConfig(bits=2 + target.block % 2 / 2, code="mul1")  # two programs
+    return TrellisConfig(bits=2 + target.block % 3 / 2, code="mul1")  # three programs
 
 
 def codes(batch: Sequence[QuantTarget]) -> list[QuantizedWeight]:
@@ -135,7 +135,7 @@ def test_a_batch_has_the_codes_of_each_alone(two_sided: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [256, 768])
 def test_streams_and_batches_give_the_codes_of_one(size: int) -> None:
-    targets = targets_of(18, size, "cuda")
+    targets = targets_of(27, size, "cuda")
     alone = dict((target.name, weight) for target, weight in quantized(one_each(targets), codes, workers=1))
     work = {"work": lambda _: 1 << 20}
     batches = batches_for(targets, settings, **work)
