@@ -133,7 +133,8 @@ def quantize(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits) -> QuantizedW
 def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[Tensor, " d"]) -> Trellis:
     config = config_of(bits)
     variances = row_variances(weight, columns)
-    scales = trellis.row_scales(variances, config)
+    stored = trellis.row_scales(variances, config)
+    scales = trellis.divisors(stored)
     hessian = average_curvature(variances, uses)
     across = trellis.block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
 
@@ -148,7 +149,7 @@ def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[
     return Trellis(
         codes=codes,
         input_scales=columns.half(),
-        output_scales=trellis.zeros_kept(scales, variances)[: weight.shape[0]].half(),
+        output_scales=stored[: weight.shape[0]].half(),
         bits=bits,
         code=config.code,
         rotates_output=False,

@@ -186,13 +186,13 @@ def _rotated(
     kept = goal if detached is None else goal.masked_fill(detached, 0)
     rotated = incoherence_process(kept, rows=rows, columns=columns)
     if rows is None:
-        variances = rotated.square().mean(1)
-        scales = row_scales(variances, config)
-        target, output_scales = rotated / scales[:, None], zeros_kept(scales, variances)[:n]
+        stored = row_scales(rotated.square().mean(1), config)
+        scales, output_scales = divisors(stored), stored[:n]
+        target = rotated / scales[:, None]
     else:
         scale = scale_of(rotated, config)
-        scales, target = None, rotated / scale
-        output_scales = zeros_kept(rows * scale, rotated.square().mean())
+        scales, target = None, rotated / (scale or 1.0)
+        output_scales = rows * scale if scale else torch.zeros_like(rows)
     across, down = (
         block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp),
         None,
@@ -219,22 +219,21 @@ def signs_of(
 
 
 def scale_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
-    """The scale of the code values, exact in float16; 1 for a matrix of zeros."""
-    return float((rotated.square().mean().sqrt().cpu() * relative_scale(config)).half()) or 1.0
+    """The scale of the code values, exact in float16; 0 for a matrix of zeros, or of weights too small for any scale."""
+    return float((rotated.square().mean().sqrt().cpu() * relative_scale(config)).half())
 
 
 def row_scales(variances: Float[Tensor, " r"], config: TrellisConfig) -> Float[Tensor, " r"]:
-    """A scale for every row of mean square `variances`, in the 8 or 16 bits in which it is stored; a row of zeros takes the
-    largest."""
+    """A scale for every row of mean square `variances`, in the 8 or 16 bits in which it is stored; 0 for a row of zeros, or
+    of weights too small for any scale: no code stands for 0, so their floats would be noise."""
     exact = variances.sqrt() * relative_scale(config)
     in_int8 = config.bits <= WIDEST_CODE
-    scales = (fake_quantize_int8(exact, nonzero=True) if in_int8 else exact.half()).float()
+    return (fake_quantize_int8(exact, nonzero=True) if in_int8 else exact.half()).float()
+
+
+def divisors(scales: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+    """What rows are divided by before they are coded: their scales, and the largest where that is 0."""
     return torch.where(scales > 0, scales, scales.amax() if scales.any() else torch.ones_like(scales))
-
-
-def zeros_kept(scales: Float[Tensor, " r"], variances: Tensor) -> Float[Tensor, " r"]:
-    """The scales as they are stored: 0 for rows of zeros, or a matrix of them, which no code of these values can be."""
-    return torch.where(variances > 0, scales, 0.0)
 
 
 def relative_scale(config: TrellisConfig) -> float:

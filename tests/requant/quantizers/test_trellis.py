@@ -295,6 +295,23 @@ def test_a_matrix_of_zeros() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("rotate_output", [True, False])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_weights_too_small_for_a_scale_become_zeros(bits: int, rotate_output: bool) -> None:
+    weight = 1e-9 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    stats = LinearStats(hessian=torch.eye(16), output_hessian=torch.eye(16))
+    found = quantize(weight, stats, TrellisConfig(bits=bits, rotate_output=rotate_output)).dequantize()
+    assert not found.any()
+
+
+def test_a_row_too_small_for_a_scale_becomes_zeros() -> None:
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    weight[3] *= 1e-9
+    stats = LinearStats(hessian=torch.eye(16), output_hessian=torch.eye(16))
+    found = quantize(weight, stats, TrellisConfig(bits=8, rotate_output=False)).dequantize()
+    assert not found[3].any() and found.norm() > 0.9 * weight.norm()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
