@@ -10,10 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def simulate(values: Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """The nearest values that `dtype` has on the tensor's scale."""
     largest = values.detach().abs().amax().float()
-    scale = torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0)
+    # finite, so that values near the smallest of float32 stay numbers
+    scale = torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0).clamp(max=LARGEST_SCALE)
     return ((values.float() * scale).to(dtype).float() / scale).to(values.dtype)

@@ -63,3 +63,11 @@ def test_8_bit_floats(dtype: torch.dtype, bits: int) -> None:
     assert found.abs().amax() == pytest.approx(values.abs().amax().item(), rel=1e-6)
     assert not torch.equal(found, values) and torch.equal(simulate(found, dtype), found)
     assert not simulate(torch.zeros(4), dtype).any()
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("largest", [1e-35, 1e-37, 1e-40])
+def test_8_bit_floats_of_the_smallest_numbers(dtype: torch.dtype, largest: float) -> None:
+    """Their scale would be beyond float32: gradients of a saturated loss became NaN."""
+    values = torch.tensor([largest, -largest / 2, 0.0])
+    torch.testing.assert_close(simulate(values, dtype), values, rtol=0.2, atol=1e-41)
