@@ -205,8 +205,11 @@ class GridSpec:
         return too_large("scales", largest)
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
+        def taken(stored: Tensor) -> Tensor:  # a negative index is an error, not a row from the end
+            return stored[rows] if isinstance(rows, slice) else stored.index_select(0, rows)
+
         return {
-            suffix: tensors[suffix] if suffix == "column_scales" else tensors[suffix][rows]
+            suffix: tensors[suffix] if suffix == "column_scales" else taken(tensors[suffix])
             for suffix in self.tensors()
         }
 

@@ -144,6 +144,9 @@ def test_rows_are_those_of_the_matrix(bits: int, k: int, group: int, zeros: bool
     own = layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales
     sizes = layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group
     torch.library.opcheck(torch.ops.requant.lookup, (tokens.flatten(), torch.float16, *own, *sizes))
+    for outside in (-1, 37):  # a row of the last tile that pads
+        with pytest.raises(IndexError, match="tokens are 0 to 36 here"):
+            lookup(torch.tensor([outside]), layout, torch.float32)
     with pytest.raises(ValueError, match="a grid without residuals"):
         lookup(tokens, random_layout(CASES[0], "cpu"), torch.float32)
 

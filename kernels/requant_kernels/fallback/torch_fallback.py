@@ -93,7 +93,8 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
-    """Rows `tokens` of a grid without residuals: [m, k] in `dtype`."""
+    """Rows `tokens` of a grid without residuals: [m, k] in `dtype`. Raises IndexError for a token outside of it."""
+    _check_tokens(tokens, layout.n)
     tiles, k_tiles = layout.packed_codes.shape[:2]
     tile, row = tokens // ROW_TILE, tokens % ROW_TILE
     # lane 4 g + t holds (kh, rh): the words of row 8 rh + g
@@ -120,8 +121,7 @@ def lookup_bands(tokens: Tensor, layouts: Sequence[TrellisLayout], dtype: torch.
     Raises IndexError for a token outside of them.
     """
     k, n = layouts[0].k, sum(layout.n for layout in layouts)
-    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < n):
-        raise IndexError(f"tokens are 0 to {n - 1} here, not {int(tokens.min())} to {int(tokens.max())}")
+    _check_tokens(tokens, n)
     rows = torch.empty(len(tokens), k, dtype=dtype, device=tokens.device)
     step, first = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * k)), 0
     for layout in layouts:
@@ -131,6 +131,11 @@ def lookup_bands(tokens: Tensor, layouts: Sequence[TrellisLayout], dtype: torch.
             rows[here] = _trellis_rows(tokens[here] - first, layout).to(dtype)
         first += layout.n
     return rows
+
+
+def _check_tokens(tokens: Tensor, n: int) -> None:
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < n):
+        raise IndexError(f"tokens are 0 to {n - 1} here, not {int(tokens.min())} to {int(tokens.max())}")
 
 
 def _trellis_rows(tokens: Tensor, layout: TrellisLayout) -> Tensor:

@@ -172,8 +172,9 @@ def test_only_the_rows_asked_for_are_dequantized(
         monkeypatch.setattr("requant.formats.quantized_weight.ROW_WEIGHTS", 2 * 16 * 64)
         assert torch.equal(embedding(rows), whole[rows])
         assert seen == [codes, 2, 2]
-    with pytest.raises(IndexError):
-        embedding(torch.tensor([len(whole)]))
+    for outside in (len(whole), -1):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([outside]))
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
