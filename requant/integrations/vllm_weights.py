@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from requant.checkpoint.validate import check_values
 from requant.errors import CheckpointError, InputError, ModelError
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import (
@@ -149,7 +150,8 @@ class Collector:
         return found
 
     def add(self, suffix: str, tensor: Tensor, shard: Shard = None) -> None:
-        """Take a tensor of the checkpoint; raises CheckpointError for one that the layer's table does not list."""
+        """Take a tensor of the checkpoint; raises CheckpointError for one that the layer's table does not list, and with the
+        last one of a matrix for values that no writer makes."""
         spec = self.specs.get(shard)
         expected = None if spec is None else spec.tensors().get(suffix)
         if spec is None or expected is None:
@@ -165,6 +167,7 @@ class Collector:
         waiting[suffix] = tensor
         if waiting.keys() != spec.tensors().keys():
             return
+        check_values(self.name, spec, waiting)
         part, (n, k) = self.parts[shard], spec.shape
         if part == Part(rows=((0, n),), columns=(0, k)):  # one GPU: as it is on disk
             self._ready[shard] = [_Stored(spec=spec, tensors=dict(waiting), rotation=None)]

@@ -160,6 +160,17 @@ def test_tensors_that_are_missing_or_wrong(engine, matrix) -> None:
         fresh.codes.weight_loader(fresh.codes, torch.zeros(1, 6, dtype=torch.int32), "q")
 
 
+def test_values_that_no_writer_makes(engine, matrix) -> None:
+    """As `requant.load` refuses them: a kernel would read activations from wherever an index points to."""
+    weight = matrix(HIDDEN, HIDDEN, density=0.1)
+    layer = engine.layers.RowParallelLinear(
+        HIDDEN, HIDDEN, bias=False, quant_config=config(engine, o_proj=weight), prefix="model.layers.0.o_proj"
+    )
+    pack(weight)[1]["sparse_indices"].fill_(255)
+    with pytest.raises(CheckpointError, match=r"o_proj: sparse_indices points past the last of \d+ columns"):
+        load(layer, weight)
+
+
 def test_a_kernel_that_is_wrong_is_not_used(engine, matrix, monkeypatch, caplog) -> None:
     """The kernels are checked as `requant.load` checks them; floats are in their place, and one line says so."""
     weights = {"o_proj": matrix(HIDDEN, HIDDEN), "down_proj": matrix(HIDDEN, HIDDEN, seed=1)}
