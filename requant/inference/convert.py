@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from requant_kernels import Layout, TrellisLayout
+from requant_kernels.dispatch import shape_of
 from torch import Tensor, nn
 
 from requant.formats.packed_spec import GUARD_TENSOR
@@ -85,11 +86,10 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
     """Measure launch shapes for the matrices of a served model on this GPU, and keep them; returns how many were new."""
     from requant_kernels.autotune import tune
 
-    shapes: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}  # one layout for every key of the tables: those with residuals have their own
     for layer in model.modules():
         if isinstance(layer, KernelLinear) and layer.packed_codes.is_cuda:
-            layout = layer.layout
-            shapes.setdefault((type(layout), layout.bits, layout.n, layout.k), layout)
+            shapes.setdefault(shape_of(layer.layout, 1), layer.layout)
     return tune(list(shapes.values()), tokens)
 
 

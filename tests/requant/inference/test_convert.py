@@ -80,6 +80,18 @@ def test_a_layer_is_the_dequantized_layer(random_weight, kind: str, int8: bool) 
     assert "in_features=172, out_features=40, bits=3" in repr(layer)
 
 
+def test_matrices_with_residuals_are_tuned_beside_those_without(random_weight, monkeypatch) -> None:
+    """The tables hold launches of both."""
+    weight, tuned = random_weight(40, 172, kind="codebook"), []
+    plain = QuantizedWeight(dense=weight.dense, sparse=None)
+    model = nn.ModuleList(KernelLinear(kernel_layout(each)) for each in (weight, plain, plain))
+    monkeypatch.setattr("requant_kernels.autotune.tune", lambda layouts, tokens: tuned.extend(layouts))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        convert.tune_kernels(model)
+    assert [layout.sparse is None for layout in tuned] == [False, True]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_siblings_share_a_matrix_and_change_nothing(bias: bool) -> None:
     model, x = attention(bias=bias), torch.randn(2, 5, 128)
