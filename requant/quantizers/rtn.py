@@ -88,6 +88,26 @@ def columns_of_group(group_size: int, k: int) -> int:
     return k if group_size == -1 else group_size
 
 
+def ranges(
+    weight: Float[Tensor, "n k"],
+    *,
+    group_size: int,
+    symmetric: bool,
+    detached: Bool[Tensor, "n k"] | None = None,
+) -> tuple[Float[Tensor, "n g"], Float[Tensor, "n g"]]:
+    """[lo, hi] of every group; the last group may be shorter."""
+    n, k = weight.shape
+    groups = group_count(k, group_size)
+    kept = weight if detached is None else weight.masked_fill(detached, 0)
+    # Zero belongs to every grid, so detached weights and the padding of the last group are set to zero.
+    grouped = torch.nn.functional.pad(kept, (0, groups * group_size - k)).view(n, groups, group_size)
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    return low, high
+
+
 def fit_grid(
     weight: Float[Tensor, "n k"],
     *,
@@ -98,15 +118,7 @@ def fit_grid(
     shrink: Float[Tensor, "n g"] | float = 1.0,
 ) -> GridFit:
     """The min/max grid of every group, its range multiplied by `shrink`; the last group may be shorter."""
-    n, k = weight.shape
-    groups = group_count(k, group_size)
-    kept = weight if detached is None else weight.masked_fill(detached, 0)
-    # Zero belongs to every grid, so detached weights and the padding of the last group are set to zero.
-    grouped = torch.nn.functional.pad(kept, (0, groups * group_size - k)).view(n, groups, group_size)
-    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-    if symmetric:
-        high = torch.maximum(high, -low)
-        low = -high
+    low, high = ranges(weight, group_size=group_size, symmetric=symmetric, detached=detached)
     scales = ((high - low) * shrink / (2**bits - 1)).half()
     if not scales.isfinite().all():
         raise NumericalError(
@@ -188,9 +200,11 @@ def grid_losses(
 ) -> Losses:
     """`1/2 sum cost e^2` with `e^2 = s^2 / 12`, the mean squared rounding error on a grid of step s."""
     group_size = columns_of_group(config.group_size, weight.shape[1])
-    fit = fit_grid(weight, bits=8, group_size=group_size, symmetric=config.symmetric)
+    # not those of `fit_grid`, which gives a group of zeros a scale too
+    low, high = ranges(weight, group_size=group_size, symmetric=config.symmetric)
+    scales = ((high - low) / 255).half().float()
     columns = torch.arange(weight.shape[1], device=weight.device) // group_size
-    one_step = (fit.scales.float() * 255).square()[:, columns] / 12  # of a grid of two levels
+    one_step = (scales * 255).square()[:, columns] / 12  # of a grid of two levels
     loss = (cost * one_step).sum(dtype=torch.float64).item()
     return {bits: 0.5 * loss / (2**bits - 1) ** 2 for bits in widths}
 

@@ -88,6 +88,15 @@ def test_more_bits_lower_the_predicted_loss(case: Case, method: Method, layer) -
     assert all(1.5**step < ratio < 25**step for step, ratio in steps)
 
 
+@pytest.mark.parametrize("smaller", [0.0, 1e-9])
+def test_rows_of_zeros_cost_nothing(case: Case, method: Method, layer, smaller: float) -> None:
+    """Of a model with padded heads, or almost."""
+    made, config = layer(16, 256), method.config(**case.options)
+    whole = method.predicted_losses(made.weight, made.stats, config, [4])[4]
+    made.weight[[3, 8]] *= smaller
+    assert 0 < method.predicted_losses(made.weight, made.stats, config, [4])[4] < whole
+
+
 # what it computes
 
 
