@@ -30,6 +30,7 @@ from requant.sparsity.masks import groups_of_four, pattern_of
 
 BITS = (2, 3, 4, 5, 6, 7, 8, FLOAT16_BITS)
 CLIPS = tuple(1 - 0.05 * i for i in range(13))  # at 2 bits the best step clips a third of the range away
+SMALLEST_STEP = 2.0**-24  # above 0 in float16: there is no level for zero, so zeros become half a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +133,9 @@ def fit_scales(
     values = torch.nn.functional.pad(weight.float(), padding).view(n, -1, size)
     counted = torch.nn.functional.pad(mask, padding).view(n, -1, size)
     widest = values.abs().mul(counted).amax(2) / (2 ** (config.bits - 1) - 0.5)
-    smallest = torch.finfo(torch.float16).tiny
     best_error, best = torch.full_like(widest, torch.inf), widest
     for clip in CLIPS:
-        step = (clip * widest).half().float().clamp(min=smallest)
+        step = (clip * widest).half().float().clamp(min=SMALLEST_STEP)
         error = values - rounded(values.flatten(0, 1), step.view(-1, 1), config.bits).view_as(values)
         error = error.square().mul(counted).sum(2)
         best = torch.where(error < best_error, step, best)

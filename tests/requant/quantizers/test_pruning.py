@@ -49,6 +49,16 @@ def test_order_of_the_methods(bits: int, layer) -> None:
     assert all(later < 0.97 * earlier for earlier, later in itertools.pairwise(errors))
 
 
+@pytest.mark.parametrize(("bits", "scale"), [(4, 1e-4), (8, 1e-3)])
+def test_small_weights_lose_no_more_than_others(bits: int, scale: float, layer) -> None:
+    """Their steps are below float16's normal numbers."""
+    weight, config = layer(8, 64).weight, SemiStructuredConfig(bits=bits, group_size=32)
+    mask = keep2(weight.abs())
+    usual, small = (on_mask(each, mask, config).dequantize() for each in (weight, scale * weight))
+    errors = [((found - weight) * mask).norm().item() for found in (usual, small / scale)]
+    assert errors[1] < 2 * errors[0]  # steps there have fewer digits
+
+
 @every_method
 def test_more_bits_less_error(name: str, layer) -> None:
     made, method = layer(16, 128), PRUNING_METHODS[name]
