@@ -24,6 +24,7 @@ from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.semi_structured import FLOAT16_BITS
 from requant.quantizers.checks import check_weight, statistic
 from requant.quantizers.correction import corrected
+from requant.quantizers.damping import mean_diagonal
 from requant.quantizers.gptq import hessian_inv_cholesky
 from requant.quantizers.method import PruningMethod
 from requant.quantizers.semi_structured import CompensatingConfig, packed_spec, stored
@@ -42,9 +43,7 @@ def quantize(weight: Float[Tensor, "n k"], stats: LinearStats, config: Compensat
     check_weight(weight)
     k = weight.shape[1]
     hessian = statistic(stats.hessian, "hessian", (k, k))
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to solve
-    damped = hessian + config.damp * mean * torch.eye(k, device=hessian.device)
+    damped = hessian + config.damp * mean_diagonal(hessian) * torch.eye(k, device=hessian.device)
     norms = damped.diagonal().sqrt()
     unit = damped / norms / norms[:, None]
     target = corrected(weight, stats) * norms

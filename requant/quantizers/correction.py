@@ -20,6 +20,7 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.quantizers.checks import statistic
+from requant.quantizers.damping import mean_diagonal
 
 # of the mean diagonal of H, ten times the quantizers' own: C - H is small, and known from few tokens
 DAMP = 0.1
@@ -35,7 +36,5 @@ def corrected(weight: Float[Tensor, "n k"], stats: LinearStats) -> Float[Tensor,
     k = weight.shape[1]
     hessian = statistic(stats.hessian, "hessian", (k, k))
     cross = statistic(stats.cross_hessian, "cross_hessian", (k, k))
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # no input was ever seen: nothing to correct
-    damped = hessian + DAMP * mean * torch.eye(k, device=hessian.device)
+    damped = hessian + DAMP * mean_diagonal(hessian) * torch.eye(k, device=hessian.device)
     return weight.float() + torch.linalg.solve(damped, (weight.float() @ (cross - hessian)).T).T

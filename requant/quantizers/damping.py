@@ -19,6 +19,12 @@ MAX_DAMP = 1.0
 logger = logging.getLogger(__name__)
 
 
+def mean_diagonal(hessian: Float[Tensor, "k k"]) -> Float[Tensor, ""]:
+    """The unit of every damping; 1 for an H of zeros, of which no input was ever seen."""
+    mean = hessian.diagonal().mean()
+    return torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
 def damped_cholesky(
     hessian: Float[Tensor, "k k"], damp: float, *, backward: bool = False
 ) -> tuple[Float[Tensor, "k k"], Float[Tensor, ""]]:
@@ -26,8 +32,7 @@ def damped_cholesky(
 
     Raises NumericalError if H + d I is not positive definite at the last `damp` up to MAX_DAMP.
     """
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back
+    mean = mean_diagonal(hessian)
     while damp <= MAX_DAMP:
         damped = hessian.clone()
         damped.diagonal().add_(damp * mean)

@@ -29,6 +29,7 @@ from requant.formats.codebook import Codebook
 from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
+from requant.quantizers.damping import mean_diagonal
 from requant.quantizers.gptq import cost_after_feedback, hessian_inv_cholesky
 from requant.quantizers.kmeans import codebook_losses, fit_levels, midpoints, packed_spec, rounded, row_chunks
 from requant.quantizers.method import Bits, Losses, Method
@@ -80,7 +81,7 @@ def quantize(
     hessian = statistic(stats.hessian, "hessian", (k, k))
     order = hessian.diagonal().argsort(descending=True, stable=True)
     target = corrected(weight, stats)
-    damped = hessian + config.damp * mean_of(hessian.diagonal()) * torch.eye(k, device=hessian.device)
+    damped = hessian + config.damp * mean_diagonal(hessian) * torch.eye(k, device=hessian.device)
     diagonal = damped.diagonal().expand_as(target).double()
     own_outliers = detached is None  # where no mask of mode `paper` is given
     if detached is None:
@@ -112,12 +113,6 @@ def quantize(
             break
     codebook = Codebook(codes=codes.to(torch.uint8), levels=levels.half(), bits=config.bits)
     return with_residuals(codebook, values, detached, int8=own_outliers)
-
-
-def mean_of(diagonal: Float[Tensor, " k"]) -> Float[Tensor, ""]:
-    """The mean, or 1 where no input was ever seen."""
-    mean = diagonal.mean()
-    return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
 def floats_of(
