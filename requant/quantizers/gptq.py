@@ -208,6 +208,8 @@ def cost_after_feedback(stats: LinearStats, *, damp: float, act_order: bool) -> 
     assert stats.hessian is not None and stats.output_hessian is not None  # gathered as `predictor_needs`
     hessian = statistic(stats.hessian, "hessian", tuple(stats.hessian.shape))
     output_hessian = statistic(stats.output_hessian, "output_hessian", tuple(stats.output_hessian.shape))
+    if not hessian.diagonal().any():  # no input was ever seen: errors cost nothing, whatever the damping is
+        return hessian.new_zeros(len(output_hessian), len(hessian))
     order = torch.arange(len(hessian), device=hessian.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)

@@ -97,6 +97,14 @@ def test_rows_of_zeros_cost_nothing(case: Case, method: Method, layer, smaller: 
     assert 0 < method.predicted_losses(made.weight, made.stats, config, [4])[4] < whole
 
 
+def test_a_matrix_without_inputs_costs_nothing(case: Case, method: Method, layer) -> None:
+    made = layer(16, 64)
+    zeros = {name: torch.zeros_like(getattr(made.stats, name)) for name in ("hessian", "fisher")}
+    unused = dataclasses.replace(made.stats, **zeros)
+    losses = method.predicted_losses(made.weight, unused, method.config(**case.options), [4])
+    assert losses[4] < 1e-20
+
+
 # what it computes
 
 
