@@ -23,7 +23,7 @@ from requant.formats.tensor_spec import TensorSpec, float16_spec, int8_spec, int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codebook:
-    """Codes are indices into the levels of their row, which ascend."""
+    """Codes are indices into the levels of their row, which ascend as quantized; trained ones may change places."""
 
     codes: UInt8[Tensor, "n k"]
     levels: Float16[Tensor, "n c"]
