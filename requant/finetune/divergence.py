@@ -21,6 +21,7 @@ from requant.kernel_choice import usable_kernel
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 LOGITS_AT_ONCE = 2**26  # of each model: 0.8 GB of logarithms and gradients in float32
+LEAST_MEAN_SQUARE = 1e-8  # of a hidden state that is not zero; norms leave them about 1
 TOLERANCE = 1e-2  # of a gradient that is rounded to 16 bits, relative to its largest element
 
 
@@ -32,10 +33,14 @@ def kl(found: Float[Tensor, "*b v"], expected: Float[Tensor, "*b v"]) -> Float[T
 
 
 def hidden_error(found: Float[Tensor, "*b d"], expected: Float[Tensor, "*b d"]) -> Float[Tensor, ""]:
-    """Sum over positions of ||found - expected||^2 / ||expected||^2 of two models' hidden states, in float32."""
+    """Sum over positions of ||found - expected||^2 / ||expected||^2 of two models' hidden states, in float32.
+
+    A state of zeros has no relative error, and takes no part: that of a token with a row of zeros at the start of a text.
+    """
     expected = expected.float()
-    sizes = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((found.float() - expected).square().sum(-1) / sizes).sum()
+    sizes, least = expected.square().sum(-1), LEAST_MEAN_SQUARE * expected.shape[-1]
+    errors = (found.float() - expected).square().sum(-1) / sizes.clamp(min=least)
+    return torch.where(sizes > least, errors, 0.0).sum()
 
 
 def _formula(found: Tensor, expected: Tensor) -> Tensor:

@@ -34,6 +34,18 @@ def test_the_error_is_relative_to_each_position() -> None:
     torch.testing.assert_close(hidden_error(7 * found, 7 * expected).item(), 1 / 25 + 100 / 10_000)
 
 
+@pytest.mark.parametrize("nothing", [0.0, 1e-15])
+def test_a_state_of_zeros_takes_no_part(nothing: float) -> None:
+    """Of a token with a row of zeros that nothing precedes: relative to it any error was infinite, and all gradients NaN."""
+    expected = torch.tensor([[3.0, 4.0], [nothing, 0.0]])
+    found = torch.tensor([[3.0, 5.0], [1e-3, 0.0]], requires_grad=True)
+    error = hidden_error(found, expected)
+    error.backward()
+    assert found.grad is not None
+    torch.testing.assert_close(error.item(), 1 / 25)
+    torch.testing.assert_close(found.grad, torch.tensor([[0.0, 2 / 25], [0.0, 0.0]]))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_it_is_added_to_the_divergence(tiny_model, windows, monkeypatch, kind, kept) -> None:
