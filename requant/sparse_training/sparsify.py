@@ -79,7 +79,7 @@ class SparseLinear(nn.Module):
         return torch.where(self.mask, self.weight, 0.0)
 
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
-        flat = _Product.apply(x.flatten(0, -2), self.weight, self)
+        flat = _Product.apply(x.reshape(-1, self.in_features), self.weight, self)
         y = flat.view(*x.shape[:-1], self.out_features)  # type: ignore[union-attr]
         return y if self.bias is None else y + self.bias
 

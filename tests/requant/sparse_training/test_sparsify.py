@@ -49,6 +49,15 @@ def test_products_and_gradients(method: str) -> None:
     torch.testing.assert_close(layer.bias.grad, dz.sum((0, 1)))
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3)])
+def test_activations_of_any_shape(shape: tuple[int, ...]) -> None:
+    """As `nn.Linear` takes them, one vector too."""
+    model = nn.Sequential()
+    model.add_module("mlp", nn.Linear(8, 4))
+    sparsify_(model)
+    assert model(torch.randn(*shape, 8)).shape == (*shape, 4)
+
+
 @pytest.mark.parametrize("mvue", [False, True])
 def test_autocast_decides_the_dtype_of_products(mvue: bool) -> None:
     """Gradients are computed after autocast has ended, and arrive in the dtype of what they belong to."""
