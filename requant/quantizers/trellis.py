@@ -193,10 +193,8 @@ def _rotated(
         scale = scale_of(rotated, config)
         scales, target = None, rotated / (scale or 1.0)
         output_scales = rows * scale if scale else torch.zeros_like(rows)
-    across, down = (
-        block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp),
-        None,
-    )
+    down = None
+    across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
     if config.two_sided:
         gradients = statistic(stats.output_hessian, "output_hessian", (n, n))
         gradients = incoherence_process(gradients, rows=rows, columns=rows)
