@@ -44,9 +44,12 @@ def chunks_of(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> list[Int
 
 
 def body_of(model: Any) -> Any:
-    """The model without its head; Llama 4's has another name than the model says."""
+    """The model without its head. Llama 4's has another name than the model says: it is the child with the embedding."""
     body = getattr(model, model.base_model_prefix, None)
-    return model.get_decoder() if body is None else body
+    if body is not None:
+        return body
+    embedding = model.get_input_embeddings()
+    return next((child for child in model.children() if embedding in (*child.modules(),)[1:]), model)
 
 
 class HiddenStateCache:

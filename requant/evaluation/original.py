@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.hidden_states import after_blocks
+from requant.calibration.hidden_states import after_blocks, body_of
 from requant.errors import is_out_of_memory
 from requant.finetune.teacher import logits_of_states
 from requant.models.hosted import hosted_blocks
@@ -76,7 +76,7 @@ class OriginalLogits:
         return torch.equal(found, model(self._tokens(window), use_cache=False).logits)
 
     def _keep(self, model: PreTrainedModel, window: int) -> None:
-        output = model.base_model(input_ids=self._tokens(window), use_cache=False)
+        output = body_of(model)(input_ids=self._tokens(window), use_cache=False)
         self.output_class, self.states[window] = type(output), output.last_hidden_state.cpu()
 
     def _tokens(self, window: int) -> Int64[Tensor, "1 t"]:

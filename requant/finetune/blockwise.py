@@ -39,6 +39,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.hidden_states import body_of
 from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.divided import Part, sum_over_ranks
 from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
@@ -236,7 +237,7 @@ class BlockwiseStep:
     def _hidden(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """The last hidden states."""
         with mixed_precision(tokens, keeps_casts=False), self.kept_on():
-            return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            return body_of(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _rows(
         self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "b t d"]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.batches import rounds
+from requant.calibration.hidden_states import body_of
 from requant.calibration.passes import tensor_cores
 from requant.finetune.divergence import hidden_error, kl
 from requant.finetune.teacher import Teacher, logits_of_states, why_states_do_not_suffice
@@ -46,7 +47,7 @@ def loss_sum(
     with mixed_precision(tokens) if torch.is_grad_enabled() else nullcontext():
         if hidden_weight:
             states = teacher.last_states(tokens) if states is None else states
-            output = model.base_model(input_ids=tokens, use_cache=False)
+            output = body_of(model)(input_ids=tokens, use_cache=False)
             found = logits_of_states(model, type(output), tokens, output.last_hidden_state)
             error = hidden_weight * hidden_error(output.last_hidden_state, states)
         else:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.batches import batches, own_chunks, windows_without_logits
 from requant.calibration.block_by_block import batches_at_once
-from requant.calibration.hidden_states import after_blocks
+from requant.calibration.hidden_states import after_blocks, body_of
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.finetune.divided import rows_of_all
 from requant.models.devices import free_memory, to_device
@@ -216,13 +216,13 @@ def logits_of_states(
 ) -> Float[Tensor, "c t v"]:
     """What the model makes of these last hidden states."""
     output = output_class(last_hidden_state=states)
-    with replaced_forward(model.base_model, lambda *_, **__: output):
+    with replaced_forward(body_of(model), lambda *_, **__: output):
         return model(input_ids=tokens, use_cache=False).logits
 
 
 def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[type, Float[Tensor, "c t d"]]:
     """The class of the base model's output, and its last hidden states."""
-    output = model.base_model(input_ids=tokens, use_cache=False)
+    output = body_of(model)(input_ids=tokens, use_cache=False)
     states = output.last_hidden_state
     # autocast would round them before the head anyway; without it the head reads what the base model gives
     return type(output), states.to(PRODUCTS.get(tokens.device.type, states.dtype))

@@ -40,6 +40,11 @@ def test_no_second_mixture(tiny_model, tiny_windows, mixture: str) -> None:
     assert len(original.states) == len(tiny_windows)
 
 
+def test_no_second_model_where_it_names_its_body_wrongly(tiny_model, tiny_windows) -> None:
+    original = check(tiny_model("llama4"), tiny_windows)
+    assert len(original.states) == len(tiny_windows)
+
+
 def find_blocks_of(original: OriginalLogits) -> torch.nn.ModuleList:
     return next(module for module in original.model.modules() if isinstance(module, torch.nn.ModuleList))
 

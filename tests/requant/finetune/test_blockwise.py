@@ -64,13 +64,13 @@ def gradients_block_by_block(
     return found
 
 
-MODELS = ("llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss")
+MODELS = ("llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss", "llama4")
 HANDED_ON = ("zaya", "gemma4-per-layer")  # blocks read more than hidden states, with gradients
 
 
 @pytest.mark.parametrize(
     ("name", "hidden_weight"),
-    [*((name, 0.0) for name in (*MODELS, *HANDED_ON)), ("llama", 3.0), ("gemma2", 3.0)],
+    [*((name, 0.0) for name in (*MODELS, *HANDED_ON)), ("llama", 3.0), ("gemma2", 3.0), ("llama4", 3.0)],
 )
 def test_gradients_are_those_of_the_whole_model(
     tiny_model, random_weight, windows, monkeypatch, name, hidden_weight

@@ -83,6 +83,10 @@ def test_without_a_weight_the_loss_is_the_divergence_bit_for_bit(tiny_model, win
         assert torch.equal(loss_sum(model, teacher, windows, hidden_weight=0.0), expected)
 
 
+def test_a_model_that_names_its_body_wrongly_has_states(tiny_model, windows) -> None:
+    assert usable_hidden_weight(3.0, Teacher(tiny_model("llama4"), windows)) == 3.0
+
+
 def test_a_model_whose_logits_need_more_than_the_states_has_none(tiny_model, windows, caplog) -> None:
     """OPT calls the decoder inside of its base model."""
     with caplog.at_level(logging.WARNING):
