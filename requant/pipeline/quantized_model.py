@@ -11,6 +11,7 @@ from requant.evaluation.perplexity import Quality
 from requant.evaluation.samples import Sample
 from requant.pipeline.planning.statistics import most_needs
 from requant.pipeline.preparation.prepare import Prepared
+from requant.pipeline.preparation.recipe_targets import all_experts_counts
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, Weights
 
@@ -68,7 +69,7 @@ class QuantizedModel:
                 f"The matrices are too few to spend the budget: {self.allocation.unspent:.2%} of it stays unspent."
             )
         fitted = most_needs(self.recipe) or self.recipe.mode == "paper"  # codes of rtn and hqq need no text
-        if fitted and (starved := self.starved_experts) and not self.recipe.calibration.all_experts:
+        if fitted and (starved := self.starved_experts) and not all_experts_counts(self.recipe):
             least = min(starved, key=lambda expert: self.routed_tokens[expert])
             found.append(
                 f"{len(starved)} of {len(self.routed_tokens)} experts saw fewer tokens of the calibration text than their "

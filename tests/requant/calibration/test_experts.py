@@ -17,7 +17,10 @@ from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
 from requant.pipeline import best
 from requant.pipeline.preparation.outline import outline
+from requant.pipeline.preparation.recipe_targets import all_experts_counts
 from requant.quantizers.gptq import GptqConfig
+from requant.quantizers.kmeans import KmeansConfig
+from requant.quantizers.lut import LutConfig
 from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
@@ -180,10 +183,13 @@ def test_starved_experts_are_reported(tiny_folder, tiny_text_file, tmp_path) -> 
     said = "8 of 8 experts saw fewer tokens"
     assert any(said in warning for warning in result.warnings)
     unfitted = dataclasses.replace(recipe, method="rtn", quantizer=RtnConfig())
+    all_tokens = dataclasses.replace(recipe.calibration, all_experts=True)
     for other, fitted in (
         (unfitted, False),
         (dataclasses.replace(unfitted, mode="paper"), True),
         (dataclasses.replace(unfitted, budget=Budget(bits=5)), True),
+        (dataclasses.replace(recipe, calibration=all_tokens), False),
+        (dataclasses.replace(unfitted, mode="paper", calibration=all_tokens), True),
     ):
         warnings = dataclasses.replace(result, recipe=other).warnings
         assert any(said in warning for warning in warnings) == fitted
@@ -198,6 +204,27 @@ def test_all_experts_of_a_model_without_any_is_warned_of(
     calibration = Calibration(num_samples=2, seq_len=32, all_experts=True)
     outline(str(tiny_folder(name)), dataclasses.replace(RECIPE, calibration=calibration))
     assert ("--all-experts changes nothing here" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"method": "kmeans", "quantizer": KmeansConfig(bits=4)}, False),
+        ({"method": "kmeans", "quantizer": KmeansConfig(), "budget": Budget(bits=5)}, False),
+        ({"method": "rtn", "quantizer": RtnConfig(bits=4)}, False),
+        ({"method": "gptq", "quantizer": GptqConfig(bits=4)}, True),
+        ({"method": "lut", "quantizer": LutConfig(), "budget": Budget(bits=5)}, True),
+    ],
+)
+def test_all_experts_of_a_method_that_reads_no_inputs_is_warned_of(
+    changes: dict, counts: bool, tiny_folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = dataclasses.replace(RECIPE, **changes)
+    assert not all_experts_counts(recipe)
+    recipe = dataclasses.replace(recipe, calibration=Calibration(num_samples=2, seq_len=32, all_experts=True))
+    outline(str(tiny_folder("qwen3-moe")), recipe)
+    assert ("--all-experts changes nothing here: method" in caplog.text) == (not counts)
+    assert all_experts_counts(recipe) == counts
 
 
 def test_routers_are_learnt_and_saved(tiny_folder, tiny_text_file, tmp_path) -> None:
