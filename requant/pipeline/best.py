@@ -28,6 +28,7 @@ from torch import nn
 
 from requant import progress, ranks
 from requant.calibration.collect import collect
+from requant.calibration.stats import LinearStats
 from requant.finetune.final import (
     params_in_single_precision,
     save_finetuned_params,
@@ -41,12 +42,13 @@ from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.finetune.trainables import learning_rate, params_without_codes, trainable_tensors
 from requant.formats.contract import TrainableParams
-from requant.formats.quantized_weight import trainable_params, with_trainable_params
+from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import compile_ahead, make_codes, quantize_linears
 from requant.run.rounds import round_name, rounds_of
+from requant.run.side_by_side import Batch
 from requant.run.stage_cache import load_stage, load_weights, save_stage, stage_key
 from requant.run.statistics import chunks_that_fit, gather, release
 from requant.run.workspace import digest
@@ -134,8 +136,15 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                         label=run.label("statistics"),
                     )
 
-            made = make_codes(run, chunk, QuantTarget.weight, statistics, stage="codes", keys=keys, bar=bar)
-            weights |= made
+            def quantize(
+                batch: Batch, stats: Mapping[str, LinearStats] = statistics
+            ) -> Sequence[QuantizedWeight]:
+                config, own = run.config_of(batch[0]), [stats[target.name] for target in batch]
+                if method.quantize_batch is not None and len(batch) > 1:
+                    return method.quantize_batch([target.weight() for target in batch], own, config)
+                return [method.quantize(batch[0].weight(), own[0], config)]
+
+            weights |= make_codes(run, chunk, quantize, stage="codes", keys=keys, bar=bar)
             release(run, statistics)
     return weights
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import QuantTarget, by_block, by_input
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
-from requant.run.side_by_side import batches_for, quantized, workers_for
+from requant.run.side_by_side import Batch, batches_for, quantized, workers_for
 from requant.run.stage_cache import load_weights, save_weight
 from requant.run.statistics import TargetsWithStatistics, chunks_that_fit, gather, gathered_in_chunks, release
 from requant.run.workspace import digest
@@ -57,52 +57,47 @@ def quantize_linears(
     )
     with progress.counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
         for members, statistics in calibrated:
-            done.update(
-                make_codes(
-                    run,
-                    members,
-                    lambda target: run.original[target.name].to(target.device).float(),
-                    statistics,
-                    detached=detached,
-                    stage="linear",
-                    keys=keys,
-                    bar=bar,
-                )
-            )
+
+            def quantize(
+                batch: Batch, stats: Mapping[str, LinearStats] = statistics
+            ) -> Sequence[QuantizedWeight]:
+                config = run.config_of(batch[0])
+                weights = [run.original[target.name].to(target.device).float() for target in batch]
+                own = [stats[target.name] for target in batch]
+                masks = [] if detached is None else [detached[t.name].to(t.device) for t in batch]
+                if method.quantize_batch is not None and len(batch) > 1:
+                    return method.quantize_batch(weights, own, config, detached=masks or None)
+                mask = {"detached": masks[0]} if masks else {}
+                return [method.quantize(weights[0], own[0], config, **mask)]
+
+            done.update(make_codes(run, members, quantize, stage="linear", keys=keys, bar=bar))
     return {target.name: done[target.name] for target in run.targets}
 
 
 def make_codes(
     run: RunContext,
     targets: Sequence[QuantTarget],
-    weight_of: Callable[[QuantTarget], Float[Tensor, "n k"]],
-    statistics: Mapping[str, LinearStats],
+    quantize: Callable[[Batch], Sequence[QuantizedWeight]],
     *,
-    detached: Mapping[str, Bool[Tensor, "n k"]] | None = None,
     stage: str,
     keys: Mapping[str, str],
     bar: progress.Counter,
 ) -> Weights:
-    """The codes of all targets, on every rank: each rank makes those of its own, which are saved one by one."""
+    """The codes of all targets, on every rank: each rank makes those of its own, which are saved one by one.
+
+    `quantize` is given several of one shape and the same settings where the method can quantize them together.
+    """
     made: Weights = {}
     method, own = find_method(run.recipe.method), ranks.owned(targets)
-
-    def quantize(batch: Sequence[QuantTarget]) -> Sequence[QuantizedWeight]:
-        config = run.config_of(batch[0])
-        weights, stats = [weight_of(target) for target in batch], [statistics[t.name] for t in batch]
-        masks = None if detached is None else [detached[t.name].to(t.device) for t in batch]
-        if method.quantize_batch is not None:
-            return method.quantize_batch(weights, stats, config, detached=masks)
-        mask = {} if masks is None else {"detached": masks[0]}
-        return [method.quantize(weights[0], stats[0], config, **mask)]
 
     def work(target: QuantTarget) -> int:
         return working_bytes(target, method.needs)
 
     with run.stage("quantize"):
         compile_ahead(run, targets)
-        single = method.quantize_batch is None
-        batches = [[target] for target in own] if single else batches_for(own, run.config_of, work)
+        batches: list[Batch] = [[target] for target in own]
+        if method.quantize_batch is not None:
+            batches = batches_for(own, run.config_of, work)
         workers = workers_for(batches, work) if method.side_by_side else 1
         for target, weight in quantized(batches, quantize, workers=workers):
             # packed before codes of a hosted matrix go to the host, where that takes longer

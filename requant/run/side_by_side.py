@@ -3,10 +3,11 @@
 Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), with a Viterbi search per tile
 and one tile per SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
 has. So matrices of one shape and the same settings, experts above all, are searched in batches (`Method.quantize_batch`),
-whose longest anti-diagonals have WAVES tiles for each SM. And up to MOST batches run at once, each on its own stream,
-enough for twice as many tiles as the GPU has SMs, and two of any size: one is searched while errors of the other are fed
-back, where an H100 takes 2.04 s in place of 2.46 for a matrix of 14336 x 4096. The codes of each matrix are those that it
-would get alone; memory is that of all matrices that run at once, so no more run than fit half of what is free.
+whose longest anti-diagonals have WAVES tiles for each SM, if BATCH_BYTES suffice for them. And up to MOST batches run at
+once, each on its own stream, enough for twice as many tiles as the GPU has SMs, and two of any size: one is searched while
+errors of the other are fed back, where an H100 takes 2.04 s in place of 2.46 for a matrix of 14336 x 4096. The codes of each
+matrix are those that it would get alone; memory is that of all matrices that run at once, so no more run than fit half of
+what is free.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,6 +23,7 @@ from requant.models.targets import QuantTarget
 
 MOST = 4  # beyond, threads wait for the interpreter
 WAVES = 3  # of tiles, in a batch: the last one is as full as the others, or nearly
+BATCH_BYTES = 1 << 30  # of a batch: eight experts of 768 x 2048; large matrices fill a GPU alone
 SMS = 132  # of an H100 or H200
 
 Batch = Sequence[QuantTarget]
@@ -109,7 +111,8 @@ def batched(
         alike.setdefault((target.shape, settings(target)), []).append(target)
     found: list[Batch] = []
     for members in alike.values():
-        size = max(1, min(WAVES * sms // _longest(members[0]), free // 4 // work(members[0])))
+        fit = min(BATCH_BYTES, free // 4) // work(members[0])
+        size = max(1, min(WAVES * sms // _longest(members[0]), fit))
         found += [members[start : start + size] for start in range(0, len(members), size)]
     return found
 

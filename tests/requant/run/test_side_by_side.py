@@ -14,6 +14,7 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.trellis import TrellisConfig, quantize, quantize_batch
 from requant.run import side_by_side
 from requant.run.side_by_side import (
+    BATCH_BYTES,
     MOST,
     at_once,
     batched,
@@ -106,6 +107,8 @@ def test_batches_are_of_one_shape_and_setting_and_fill_a_gpu() -> None:
     assert sizes(experts, 10**6) == [8, 7, 5]
     assert sizes(experts, 80) == [2] * 7 + [1] + [2, 2, 1]  # of which two fit half of 80 bytes
     assert sizes(experts, 1) == [1] * 20
+    large = [len(batch) for batch in batched(experts, lambda _: 1, lambda _: BATCH_BYTES // 3, 10**12)]
+    assert large == [3] * 6 + [2]  # whatever else is free
     assert sizes([*experts, *queries], 10**6) == [8, 7, 5] + [3] * 5 + [3, 2]
     several = batched(experts, lambda _: 1, lambda _: 10, 10**6)
     assert at_once(several, lambda _: 10, 10**6) == 2 and bytes_of_largest(several, lambda _: 10) == 80
