@@ -85,10 +85,12 @@ def test_matrices_with_residuals_are_tuned_beside_those_without(random_weight, m
     weight, tuned = random_weight(40, 172, kind="codebook"), []
     plain = QuantizedWeight(dense=weight.dense, sparse=None)
     model = nn.ModuleList(KernelLinear(kernel_layout(each)) for each in (weight, plain, plain))
-    monkeypatch.setattr("requant_kernels.autotune.tune", lambda layouts, tokens: tuned.extend(layouts))
+    monkeypatch.setattr(
+        "requant_kernels.autotune.tune", lambda layouts, tokens: tuned.extend(layouts) or len(layouts)
+    )
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "is_cuda", True)
-        convert.tune_kernels(model)
+        assert convert.tune_kernels(model) == 2
     assert [layout.sparse is None for layout in tuned] == [False, True]
 
 
