@@ -47,7 +47,7 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.trellis import Trellis, TrellisSpec
 from requant.formats.trellis_codes import PERIOD
-from requant.quantizers import trellis
+from requant.quantizers import block_ldlq, trellis
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.tables import TableMethod, Uses
 from requant.quantizers.trellis import MAX_SHIFT, TrellisConfig
@@ -136,11 +136,14 @@ def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[
     stored = trellis.row_scales(variances, config)
     scales = trellis.divisors(stored)
     hessian = average_curvature(variances, uses)
-    across = trellis.block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
+    across = block_ldlq.block_ldl(
+        incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp
+    )
 
     def coded(rows: slice) -> Tensor:
         rotated = incoherence_process(weight[rows].float(), rows=None, columns=1 / columns)
-        return trellis.block_ldlq(rotated / scales[rows][: len(rotated), None], across, config)
+        target = rotated / scales[rows][: len(rotated), None]
+        return block_ldlq.block_ldlq(target, across, code=config.code, bits=config.bits)
 
     step = max(1, WEIGHTS_AT_ONCE // (TILE * weight.shape[1])) * TILE
     pieces = [slice(start, start + step) for start in range(0, weight.shape[0], step)]

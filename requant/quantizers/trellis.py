@@ -5,20 +5,13 @@
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing" (2024, arXiv 2406.11235): random signs s
 and Hadamard blocks R (`requant.formats.hadamard`) make weights nearly Gaussian and curvatures incoherent; tiles of 16 by 16
 of V are tail-biting paths through a bitshift trellis (`requant.quantizers.viterbi`) whose values are computed from its
-states (`requant.formats.trellis_codes`); the error of finished tiles is fed back into the targets of the others.
+states (`requant.formats.trellis_codes`); the error of finished tiles is fed back into the targets of the others, by block
+Cholesky factors L of H and M of G (`requant.quantizers.block_ldlq`).
 
-H = mean x x' is the covariance of the inputs and G = mean g g' that of the loss's gradients at the outputs. With block
-Cholesky factors H = L D L' and G = M C M', unit lower triangular in blocks of 16,
-
-    tr(G E H E') = tr(C F D F'),   F = M' E L
-
-so tiles (i, j) are coded from the last corner to the first, each for the target that makes F_ij small:
-
-    W_ij + A_ij + B_ij,   A_ij = sum_{l > j} E_il L_lj,   B_ij = sum_{m > i} M_mi' (E + A)_mj
-
-QTIP has G = I, where B vanishes (block LDLQ). G is from Tseng et al. 2025 (YAQA, arXiv 2505.22988) in its simplest
-form, a mean over tokens: it lowers the KL of models/bench-32m by 10 to 16 % at 2, 3 and 4 bits. Their estimate from
-gradients of whole sequences, and weighting the tokens of one factor by the other, did worse there.
+H = mean x x' is the covariance of the inputs and G = mean g g' that of the loss's gradients at the outputs. QTIP has G = I.
+G is from Tseng et al. 2025 (YAQA, arXiv 2505.22988) in its simplest form, a mean over tokens: it lowers the KL of
+models/bench-32m by 10 to 16 % at 2, 3 and 4 bits. Their estimate from gradients of whole sequences, and weighting the tokens
+of one factor by the other, did worse there.
 
 A side whose rotation is folded into the model (`requant/models/rotations.py`) has none here (`rotate_input`,
 `rotate_output` False): the identity takes the place of R diag(s). Rows that are not mixed keep their own norms, so each
@@ -45,17 +38,17 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.formats.hadamard import TILE, incoherence_process, random_signs
+from requant.formats.hadamard import incoherence_process, random_signs
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, with_residuals
 from requant.formats.trellis import Trellis, TrellisSpec
-from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
+from requant.formats.trellis_codes import CODES, PERIOD, code_values
+from requant.quantizers.block_ldlq import block_ldl, block_ldlq, two_sided_block_ldlq, white_trace
 from requant.quantizers.checks import check_fraction, check_seed, check_weight, statistic
 from requant.quantizers.correction import corrected
-from requant.quantizers.damping import damped_cholesky
 from requant.quantizers.method import Bits, Losses, Method
-from requant.quantizers.viterbi import compile_searches, tail_biting_states
+from requant.quantizers.viterbi import compile_searches
 
 MAX_SHIFT = 8  # bits a step: two windows of 16 bits must overlap by as many as a step forgets
 MAX_QUARTER_BITS = 5  # quarters of a bit below this: the kernels decode them
@@ -67,8 +60,6 @@ GAUSSIAN_ERROR = {
 }
 WIDENING = 2.0  # measured: 1.3 to 1.7 on correlated Gaussians, about 3 on bench-32m
 ONE_BIT_FACTOR = 2.0  # of the predicted loss at 1 bit; between 1 and 2 bits a power of it
-
-AT_ONCE = 2**26  # numbers of a copy of a Hessian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +132,10 @@ def quantize_batch(
     across = [each.across for each in rotated]
     if config.two_sided:
         target = rotated[0].target[None] if len(rotated) == 1 else torch.stack([r.target for r in rotated])
-        codes = two_sided_block_ldlq(target, across, [r.down for r in rotated if r.down is not None], config)
+        down = [each.down for each in rotated if each.down is not None]
+        codes = two_sided_block_ldlq(target, across, down, code=config.code, bits=config.bits)
     else:
-        codes = [block_ldlq(each.target, each.across, config) for each in rotated]
+        codes = [block_ldlq(each.target, each.across, code=config.code, bits=config.bits) for each in rotated]
     return [
         with_residuals(each.with_codes(own, config), each.goal, mask)
         for each, own, mask in zip(rotated, codes, masks, strict=True)
@@ -241,91 +233,6 @@ def relative_scale(config: TrellisConfig) -> float:
     return (spread / code_values(config.code).std()).item()
 
 
-def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
-    """L - I of H + d I = L D L', L unit lower triangular in blocks of TILE; d as `damped_cholesky` says."""
-    lower, _ = damped_cholesky(hessian, damp)
-    size = len(lower)
-    factor = torch.empty(size, size, device=hessian.device).mT  # by columns
-    step = TILE * _rows_at_once(TILE * size)
-    for start in range(0, size, step):
-        slices = [slice(at, at + TILE) for at in range(start, min(start + step, size), TILE)]
-        diagonal = torch.stack([lower[here, here] for here in slices])
-        columns = torch.stack([lower[:, here] for here in slices])
-        # [blocks, size, TILE]
-        unit = torch.linalg.solve_triangular(diagonal, columns, upper=False, left=False)
-        for here, solved in zip(slices, unit, strict=True):
-            factor[:, here] = solved
-            factor[here, here] = 0
-    return factor
-
-
-def code_tiles(
-    tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bits: int | float
-) -> tuple[UInt8[Tensor, "b 256"], Float[Tensor, "b 256"]]:
-    """The nearest paths, as codes and as values."""
-    vector = values.shape[1]
-    states = tail_biting_states(tiles.view(tiles.shape[0], -1, vector), values, bits=bits)
-    return codes_of_states(states, bits=bits, weights_per_step=vector), values[states].flatten(1)
-
-
-def block_ldlq(
-    target: Float[Tensor, "r c"], across: Float[Tensor, "c c"], config: TrellisConfig
-) -> UInt8[Tensor, "r c"]:
-    """One-sided feedback: the column blocks from the last to the first, all tiles of one at once."""
-    values = code_values(config.code, target.device)
-    codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
-    error = torch.zeros_like(target)
-    for start in range(target.shape[1] - TILE, -1, -TILE):
-        here, later = slice(start, start + TILE), slice(start + TILE, None)
-        wanted = target[:, here] + error[:, later] @ across[later, here]
-        shape = (wanted.shape[0], TILE)
-        new, found = code_tiles(to_tiles(wanted), values, config.bits)
-        codes[:, here] = from_tiles(new, shape)
-        error[:, here] = target[:, here] - from_tiles(found, shape)
-    return codes
-
-
-def two_sided_block_ldlq(
-    target: Float[Tensor, "m r c"],
-    across: Sequence[Float[Tensor, "c c"]],
-    down: Sequence[Float[Tensor, "r r"]],
-    config: TrellisConfig,
-) -> list[UInt8[Tensor, "r c"]]:
-    """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other.
-
-    Down an anti-diagonal rows ascend and columns descend. A is kept with its rows of tiles in reverse, B with its columns,
-    so that what an anti-diagonal feeds back to is a slice of each, updated in place. Each of m matrices feeds back by
-    products of its own, whose shapes do not depend on m, so that its codes do not either.
-    """
-    count, r, c = len(target), target.shape[1] // TILE, target.shape[2] // TILE
-    values = code_values(config.code, target.device)
-    left = target.view(count, r, TILE, c, TILE).transpose(2, 3)  # tiles [m, r, c, 16, 16]
-    a = torch.zeros(count, r, TILE, c * TILE, device=target.device)
-    b = torch.zeros(count, c, r * TILE, TILE, device=target.device)
-    across_rows = [each.view(c, TILE, c * TILE) for each in across]
-    down_rows = [each.view(r, TILE, r * TILE) for each in down]
-    codes = torch.empty(count, r, c, TILE * TILE, dtype=torch.uint8, device=target.device)
-    m = torch.arange(count, device=target.device)[:, None]
-    for diagonal in range(r + c - 2, -1, -1):
-        top, bottom = max(0, diagonal - c + 1), min(r - 1, diagonal)
-        first, last = diagonal - bottom, diagonal - top
-        i = torch.arange(top, bottom + 1, device=target.device)
-        j = diagonal - i
-        fed = a.view(count, r, TILE, c, TILE)[m, r - 1 - i, :, j]
-        wanted = left[m, i, j] + fed + b.view(count, c, r, TILE, TILE)[m, c - 1 - j, i]
-        new, found = code_tiles(wanted.view(-1, TILE * TILE), values, config.bits)
-        codes[m, i, j] = new.view(count, -1, TILE * TILE)
-        error = left[m, i, j] - found.view_as(wanted)
-        reversed_error, both = error.flip(1), error + fed
-        columns, rows = slice(last * TILE), slice(bottom * TILE)  # beyond them L and M have nothing
-        to_a = a[:, r - 1 - bottom : r - top, :, columns]
-        to_b = b[:, c - 1 - last : c - first, rows]
-        for each in range(count):
-            to_a[each].baddbmm_(reversed_error[each], across_rows[each][first : last + 1, :, columns])
-            to_b[each].baddbmm_(down_rows[each][top : bottom + 1, :, rows].mT, both[each])
-    return [from_tiles(each, (r * TILE, c * TILE)) for each in codes.flatten(1, 2)]
-
-
 def compile_ahead(configs: Iterable[TrellisConfig], device: torch.device, *, wait: bool = True) -> None:
     """Compile the searches that matrices of these settings need (`viterbi.py`)."""
     compile_searches({(config.code, config.bits) for config in configs}, device, wait=wait)
@@ -384,31 +291,6 @@ def predicted_losses(
         if bits < 2:
             losses[bits] *= ONE_BIT_FACTOR ** (2 - bits)
     return losses
-
-
-def white_trace(hessian: Float[Tensor, "c c"], *, damp: float) -> tuple[float, float]:
-    """With L and D of `block_ldl`: `tr(L^-1 H L^-T)`, the loss of white errors fed back through L, and the mean squared norm
-    of a row of L^-1, by which feedback widens their variance.
-
-    As H = L D L' - d I, the trace is `tr D - d |L^-1|^2`; with B the blocks of C on the diagonal, L^-1 = B C^-1, D = B B'.
-    """
-    if not hessian.diagonal().any():
-        return 0.0, 1.0  # exactly, whatever is added to it
-    lower, added = damped_cholesky(hessian, damp)
-    size = len(lower)
-    blocks = torch.stack([lower[at : at + TILE, at : at + TILE] for at in range(0, size, TILE)])
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
-    del lower
-    step, norms = _rows_at_once(TILE * size), torch.zeros((), dtype=torch.float64, device=hessian.device)
-    for own, rows in zip(blocks.split(step), inverse.reshape(-1, TILE, size).split(step), strict=True):
-        norms += (own @ rows).square().sum(dtype=torch.float64)
-    trace = blocks.square().sum(dtype=torch.float64) - added * norms
-    return max(0.0, trace.item()), norms.item() / size
-
-
-def _rows_at_once(length: int) -> int:
-    """Rows of so many numbers in AT_ONCE of them: a Hessian of wide layers takes gigabytes, and so would every copy."""
-    return max(1, AT_ONCE // length)
 
 
 METHOD = Method(

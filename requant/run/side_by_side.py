@@ -1,6 +1,6 @@
 """Matrices quantized side by side on one GPU, when a single one would leave part of the GPU idle.
 
-Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), with a Viterbi search per tile
+Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/block_ldlq.py`), with a Viterbi search per tile
 and one tile per SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
 has. So matrices of one shape and the same settings, experts above all, are searched in batches (`Method.quantize_batch`),
 whose longest anti-diagonals have WAVES tiles for each SM, if BATCH_BYTES suffice for them. And up to MOST batches run at

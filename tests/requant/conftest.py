@@ -94,14 +94,14 @@ def random_trellis() -> Callable[..., QuantizedWeight]:
 def any_trellis_codes() -> Iterator[None]:
     """Codes of a trellis in a hundredth of the time, and worse ones: for tests that hold of all codes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("requant.quantizers.trellis.tail_biting_states", greedy_states)
+        patch.setattr("requant.quantizers.block_ldlq.tail_biting_states", greedy_states)
         yield
 
 
 @pytest.fixture
 def greedy_trellis_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`any_trellis_codes` for one test of a module."""
-    monkeypatch.setattr("requant.quantizers.trellis.tail_biting_states", greedy_states)
+    monkeypatch.setattr("requant.quantizers.block_ldlq.tail_biting_states", greedy_states)
 
 
 @pytest.fixture(scope="module", autouse=True)

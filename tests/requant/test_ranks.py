@@ -11,7 +11,7 @@ from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.calibration.stats import Curvature
 from requant.finetune import divided
-from requant.quantizers import table_trellis, trellis
+from requant.quantizers import block_ldlq, table_trellis
 
 COLLECTIVES = """
 import json, sys
@@ -21,7 +21,7 @@ from requant.calibration import exchange as exchange_module
 from requant.calibration.exchange import Exchange
 from requant.calibration.stats import Curvature
 from requant.finetune import divided
-from requant.quantizers import table_trellis, trellis
+from requant.quantizers import block_ldlq, table_trellis
 
 USES = [Curvature(rows=torch.ones(96), covariance=torch.eye(16))]
 
@@ -63,7 +63,7 @@ with ranks.joined("cpu"):
     found["part of a sum"] = divided.Part.of_sum(matrix * [1e8, 1.0, -1e8][me]).elements.tolist()
 
     table_trellis.WEIGHTS_AT_ONCE = 512  # two rows of tiles: a piece of the table for each
-    trellis.block_ldlq = lambda target, across, config: (target > 0).to(torch.uint8)  # a search takes seconds to compile
+    block_ldlq.block_ldlq = lambda target, across, **_: (target > 0).to(torch.uint8)  # a search takes seconds to compile
     table = table_trellis.quantize(torch.randn(96, 16, generator=torch.Generator().manual_seed(0)), USES, 2)
     found["codes of a table"] = table.dense.codes.sum(1).tolist()
 
@@ -112,7 +112,7 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
     ]
     weight = torch.randn(96, 16, generator=torch.Generator().manual_seed(0))
     uses = [Curvature(rows=torch.ones(96), covariance=torch.eye(16))]
-    monkeypatch.setattr(trellis, "block_ldlq", lambda target, across, config: (target > 0).to(torch.uint8))
+    monkeypatch.setattr(block_ldlq, "block_ldlq", lambda target, across, **_: (target > 0).to(torch.uint8))
     alone = table_trellis.quantize(weight, uses, 2).dense.codes
     assert 0 < alone.sum() < alone.numel()
     assert found[0].pop("codes of a table") == alone.sum(1).tolist()

@@ -17,8 +17,8 @@ from requant.allocation.predictors import (
 from requant.calibration.stats import LinearStats
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.pipeline.preparation.prepare import prepare, start
+from requant.quantizers.block_ldlq import block_ldl, white_trace
 from requant.quantizers.registry import METHODS
-from requant.quantizers.trellis import block_ldl, white_trace
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import from_dict
 from requant.run.quantize_linears import quantize_linears

@@ -8,7 +8,7 @@ import torch
 from requant.formats.bands import Bands
 from requant.formats.quantized_weight import QuantizedWeight, spec_of
 from requant.formats.trellis import Trellis
-from requant.quantizers import table_trellis, trellis
+from requant.quantizers import block_ldlq, table_trellis, trellis
 from requant.quantizers.rtn import encode, fit_grid
 from requant.quantizers.table_grid import GRID
 from requant.quantizers.table_trellis import TRELLIS
@@ -72,7 +72,7 @@ def test_rows_of_zeros_stay() -> None:
 
 
 def test_tokens_in_no_order_share_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trellis, "tail_biting_states", greedy_states)  # widths are chosen before codes
+    monkeypatch.setattr(block_ldlq, "tail_biting_states", greedy_states)  # widths are chosen before codes
     weight, use = by_frequency(2100)
     assert isinstance(TRELLIS.quantize(weight, [use], 4).dense, Bands)  # in this order
     assert isinstance(TRELLIS.quantize(weight, [use], 2).dense, Trellis)  # none may have fewer
@@ -116,7 +116,7 @@ def test_shrunk_ranges_lose_less_than_the_full_ones() -> None:
 
 @pytest.mark.parametrize("method", [GRID, TRELLIS])
 def test_rows_are_quantized_in_chunks_alike(monkeypatch: pytest.MonkeyPatch, method: TableMethod) -> None:
-    monkeypatch.setattr(trellis, "tail_biting_states", greedy_states)
+    monkeypatch.setattr(block_ldlq, "tail_biting_states", greedy_states)
     weight, use = table()
     whole = method.quantize(weight, [use], 5)
     monkeypatch.setattr("requant.quantizers.table_grid.ELEMENTS", 96 * 7)

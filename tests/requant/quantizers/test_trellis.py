@@ -21,7 +21,8 @@ from requant.formats.trellis_codes import (
     to_tiles,
 )
 from requant.quantizers import viterbi
-from requant.quantizers.trellis import TrellisConfig, block_ldl, packed_spec, predicted_losses, quantize
+from requant.quantizers.block_ldlq import block_ldl
+from requant.quantizers.trellis import TrellisConfig, packed_spec, predicted_losses, quantize
 
 
 def covariance(width: int, seed: int) -> torch.Tensor:

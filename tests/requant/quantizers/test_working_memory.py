@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from requant.calibration.collect import working_bytes
 from requant.calibration.stats import LinearStats
 from requant.models.targets import QuantTarget
-from requant.quantizers import trellis
+from requant.quantizers import block_ldlq, trellis
 
 NEEDS = frozenset({"hessian", "output_hessian"})
 
@@ -46,9 +46,9 @@ def test_a_trellis_is_made_in_the_bytes_that_are_kept_free_for_it(
     n: int, k: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search has memory of its own, of one anti-diagonal of tiles; wide layers are what counts here."""
-    monkeypatch.setattr(trellis, "AT_ONCE", 2**14)
+    monkeypatch.setattr(block_ldlq, "AT_ONCE", 2**14)
     monkeypatch.setattr(
-        trellis, "code_tiles", lambda tiles, values, bits: (tiles.to(torch.uint8), tiles.clone())
+        block_ldlq, "code_tiles", lambda tiles, values, bits: (tiles.to(torch.uint8), tiles.clone())
     )
     stats = LinearStats(hessian=torch.eye(k) + 0.1, output_hessian=torch.eye(n) + 0.1)
     weight, config = torch.randn(n, k), trellis.TrellisConfig(bits=2)
@@ -67,9 +67,9 @@ def test_factors_of_wide_hessians_are_those_of_narrow_ones(monkeypatch: pytest.M
     """Pieces change nothing of the factor, and of the trace the order of a sum in double precision."""
     x = torch.randn(600, 192, generator=torch.Generator().manual_seed(0))
     hessian = x.T @ x / len(x)
-    whole = trellis.block_ldl(hessian, damp=0.01)
+    whole = block_ldlq.block_ldl(hessian, damp=0.01)
     expected = trellis.white_trace(hessian, damp=0.01)
-    monkeypatch.setattr(trellis, "AT_ONCE", 192 * 32)
-    pieces = trellis.block_ldl(hessian, damp=0.01)
+    monkeypatch.setattr(block_ldlq, "AT_ONCE", 192 * 32)
+    pieces = block_ldlq.block_ldl(hessian, damp=0.01)
     assert torch.equal(pieces, whole)
     assert trellis.white_trace(hessian, damp=0.01) == pytest.approx(expected, rel=1e-6)
