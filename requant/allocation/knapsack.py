@@ -19,6 +19,7 @@ are few matrices, or many equal ones, the best choice may leave more than TOLERA
 choice among those that do spend it is taken.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ PRICES = 60  # tried: bisection to the last bits
 SECONDS = 60.0  # of the solver; a model of 200 matrices takes less than one
 GAP = 1e-4  # of the loss: how far from the best a choice may be. Predicted losses are off by a thousand times as much
 PRICED_GAP = 1e-3  # the same where a price is enough
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +161,12 @@ def _solved(
             if found.status == 2:  # infeasible
                 return None
             if enough:
+                logger.warning(
+                    "the solver found no division of the budget in %.0f s; the one taken may lose %.1g more than the best, "
+                    "as a part of its predicted loss",
+                    SECONDS,
+                    gap,
+                )
                 return by_price
             raise RequantError(
                 f"the budget could not be solved ({found.message}); give another --bits or --size."
@@ -188,7 +197,10 @@ def _priced(
         first = np.unique(rows[cheapest := np.flatnonzero(total <= least[rows])], return_index=True)[1]
         return cheapest[first], float(least.sum() - price * most)
 
-    taken, bound = starts, -math.inf
+    options, bound = at(0.0)
+    if cost[options].sum() <= most:
+        return options.tolist(), 0.0
+    taken = starts
     saved = losses[starts][rows] - losses
     low, high = 0.0, float((saved / np.maximum(cost, 1)).max())  # above it no option is worth its cost
     for _ in range(PRICES):
@@ -199,10 +211,7 @@ def _priced(
             taken, high = options, price
         else:
             low = price
-    options, below = at(0.0)
-    if cost[options].sum() <= most:
-        return options.tolist(), 0.0
-    taken, bound = taken.copy(), max(bound, below)
+    taken = taken.copy()
     left = most - cost[taken].sum()
     while True:  # spend what is left
         saved = np.where(cost - cost[taken][rows] <= left, losses[taken][rows] - losses, 0.0)

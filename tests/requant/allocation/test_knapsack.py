@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,19 @@ def test_hundreds_of_experts_need_no_integer_program(monkeypatch: pytest.MonkeyP
     choice = allocate(options, budget)
     assert 0.999 < choice.bytes / budget <= 1
     assert choice.loss < 0.8 * sum(choices[4].loss for choices in options.values())
+
+
+def test_a_solver_that_finds_nothing_leaves_what_a_price_gives(
+    monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    options = instance(0)
+    budget = int(2.5 * sum(choices[0].bytes for choices in options.values()))
+    monkeypatch.setattr(knapsack, "PRICED_GAP", -1.0)
+    monkeypatch.setattr(
+        knapsack, "milp", lambda *_, **__: SimpleNamespace(x=None, status=1, message="time limit")
+    )
+    choice = allocate(options, budget)
+    assert choice.bytes <= budget and "the solver found no division of the budget in 60 s" in caplog.text
 
 
 def test_warnings_of_other_threads_stay_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
