@@ -146,7 +146,7 @@ class TrainingMemory:
     def bytes_of_phase(self, coded: Collection[str], *, at_least: bool = False) -> int:
         """The peak while the matrices in `coded` have codes and all others learn. `at_least`: with one window at a time as a
         whole, and without graphs that are kept block by block, not with as many as there is room for."""
-        of = self._weights.with_codes(self._size_of(coded))
+        of = self._with_codes(coded)
         if not self.by_block:
             return self._as_a_whole(of, at_least=at_least)
         needed = self._block_by_block(of, coded, self.tokens_at_once)
@@ -160,7 +160,7 @@ class TrainingMemory:
         """
         if not self.gpu or self.hosted:
             return 0
-        of = self._weights.with_codes(self._size_of(coded))
+        of = self._with_codes(coded)
         memory = self.device_memory if available is None else min(self.device_memory, available)
         left = int(GRAPHS_FIT * memory) - self._block_by_block(of, coded, self.tokens_at_once)
         return min(of.blocks, max(0, left) // self._graph(coded))
@@ -174,8 +174,8 @@ class TrainingMemory:
         tokens = self._tokens
         if not self.gpu or tokens <= TOKENS_AT_ONCE:
             return TOKENS_AT_ONCE
-        coded = [target.name for target in self.targets] if self.hosted else ()
-        needed = self._block_by_block(self._weights.with_codes(self._size_of(coded)), coded, tokens)
+        coded = {target.name for target in self.targets} if self.hosted else set[str]()
+        needed = self._block_by_block(self._with_codes(coded), coded, tokens)
         return tokens if needed <= FITS * self.device_memory else TOKENS_AT_ONCE
 
     @cached_property
@@ -190,8 +190,10 @@ class TrainingMemory:
             for members in by_block_of(self.targets)
         ]
 
-    def _size_of(self, coded: Collection[str]) -> int:
-        return sum(matrix.size for members in self._matrices for matrix in members if matrix.name in coded)
+    def _with_codes(self, coded: Collection[str]) -> "_Weights":
+        """The model's numbers when these matrices have codes."""
+        size = sum(matrix.size for members in self._matrices for matrix in members if matrix.name in coded)
+        return replace(self._weights, coded=size, uncoded=self._weights.uncoded - size)
 
     @property
     def _tokens(self) -> int:
@@ -322,10 +324,6 @@ class _Weights:
             hidden_size=hidden_size,
             blocks=len(find_blocks(model)[1]),
         )
-
-    def with_codes(self, coded: int) -> "_Weights":
-        """The same when matrices of so many weights have codes."""
-        return replace(self, coded=coded, uncoded=self.uncoded - coded)
 
 
 def fullest_phase(memory: TrainingMemory, recipe: Recipe) -> int:
