@@ -16,15 +16,19 @@ from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.workspace import Workspace
 
 
-def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monkeypatch) -> None:
-    original = copy.deepcopy(trained_model)
-    recipe = Recipe(
+def grid_recipe(*, num_samples: int) -> Recipe:
+    return Recipe(
         mode="dense",
         method="rtn",
         quantizer=METHODS["rtn"].config(bits=3),
-        calibration=Calibration(num_samples=64, seq_len=32),
+        calibration=Calibration(num_samples=num_samples, seq_len=32),
         evaluation=Evaluation(context=32, windows=2, samples=1),
     )
+
+
+def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monkeypatch) -> None:
+    original = copy.deepcopy(trained_model)
+    recipe = grid_recipe(num_samples=64)
     result = requant.quantize(trained_model, recipe, tiny_text_file, tokenizer=tokenizer)
     found = result.diagnosis.kind_delta_loss
     windows = diagnosed_windows(result.prepared.windows)[: KIND_TOKENS_ON_CPU // 32]
@@ -50,13 +54,7 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
 def test_experts_of_a_block_are_measured_together(tiny_model, tokenizer, tiny_text_file: Path) -> None:
     model = tiny_model("qwen3-moe")
     original = copy.deepcopy(model)
-    recipe = Recipe(
-        mode="dense",
-        method="rtn",
-        quantizer=METHODS["rtn"].config(bits=3),
-        calibration=Calibration(num_samples=4, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2, samples=1),
-    )
+    recipe = grid_recipe(num_samples=4)
     result = requant.quantize(model, recipe, tiny_text_file, tokenizer=tokenizer)
     found = result.diagnosis.kind_delta_loss
     ups = [target for target in result.prepared.targets if (target.block, target.kind) == (1, "up_proj")]
