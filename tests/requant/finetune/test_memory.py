@@ -63,10 +63,12 @@ class LiveBytes(TorchDispatchMode):
     [
         pytest.param("demo-4m", False, 128, 0.0, marks=pytest.mark.slow),
         ("demo-4m", False, 128, 3.0),
+        ("demo-4m", False, 512, 0.0),
         pytest.param("demo-4m", True, 128, 0.0, marks=pytest.mark.slow),
         ("demo-4m", True, 512, 3.0),
         pytest.param("demo-4m", True, 1024, 0.0, marks=pytest.mark.slow),
         pytest.param("moe-3m", False, 128, 0.0, marks=pytest.mark.slow),
+        ("moe-3m", False, 512, 0.0),
         pytest.param("moe-3m", True, 1024, 0.0, marks=pytest.mark.slow),
     ],
 )
