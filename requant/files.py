@@ -44,10 +44,11 @@ SMALL = (  # names of the files that transformers reads whole
 
 
 def path_of(value: object, what: str) -> Path:
-    """An argument of a public function as a path; raises InputError, which names the argument, for anything else."""
+    """An argument of a public function as a path, with `~` expanded; raises InputError, which names the argument, for
+    anything else. The `~` of an unknown user stays, where pathlib would raise an error."""
     if not isinstance(value, str | os.PathLike):
         raise InputError(f"{what} must be a path, not {type(value).__name__}; give a text or a Path.")
-    return Path(value)
+    return Path(os.path.expanduser(value))
 
 
 def check_plain_file(path: Path) -> int:

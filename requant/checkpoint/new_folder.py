@@ -24,9 +24,11 @@ except ImportError:  # not a POSIX system: nothing is locked, and nothing of oth
 
 def check_output(output: str | Path) -> Path:
     """Raise OutputError unless `output` can be created; called before any long work."""
-    output = path_of(output, "output").expanduser().absolute()
+    output = path_of(output, "output").absolute()
     if os.path.lexists(output):
-        raise OutputError(f"{output} exists already; remove it, or choose another --output.")
+        here = Path.cwd().is_relative_to(os.path.realpath(output))  # of `.` too, and of an empty name
+        remedy = "give --output the name of a new folder" if here else "remove it, or choose another --output"
+        raise OutputError(f"{output} exists already; {remedy}.")
     ancestor = next(parent for parent in output.parents if os.path.exists(parent))
     try:  # to make a folder there: root passes every look at permissions, also of /proc and of what is mounted read-only
         os.rmdir(tempfile.mkdtemp(prefix=_prefix(output.name), dir=ancestor))

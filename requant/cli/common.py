@@ -181,7 +181,7 @@ def log_to_file(file: Path | None) -> None:
     if file is None:
         return
     try:
-        handler = LogFile(file.expanduser(), encoding="utf-8")
+        handler = LogFile(os.path.expanduser(file), encoding="utf-8")
     except OSError as error:
         raise OutputError(
             f"--log-file {file} cannot be written ({error.strerror}); choose another."

@@ -18,6 +18,7 @@ from requant.cli.common import (
     table,
 )
 from requant.cli.launching import MOST_GPUS, check_gpus, ran_on
+from requant.files import path_of
 from requant.processes import is_first, started
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _request(
         from requant.pipeline.preparation.readable import check_readable
 
         check_readable(chosen, given["target"])
-    folder = (output if output is not None else output_folder(chosen)).expanduser()
+    folder = path_of(output if output is not None else output_folder(chosen), "output")
     return _Request(recipe=chosen, device=device, gpu_memory=gpu_memory, folder=folder)
 
 

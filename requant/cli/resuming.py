@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from requant.errors import InputError, OutputError
+from requant.files import path_of
 
 if TYPE_CHECKING:
     from requant.run.workspace import Workspace
@@ -41,7 +42,7 @@ def restored_arguments(arguments: Sequence[str]) -> list[str]:
     _refuse_others(command, given[0], beside)
     # absolute paths, for the folder changes
     beside = _with_absolute_log_file(beside)
-    output = Path(given[0]).expanduser().absolute()
+    output = path_of(given[0], "output").absolute()
     restored = _arguments_of(command, output)
     ends = ["--resume", "--output", str(output)]
     return [*restored, *([] if restored[-3:] == ends else ends), *beside]
@@ -52,9 +53,9 @@ def _with_absolute_log_file(words: Sequence[str]) -> list[str]:
     for index, word in enumerate(found):
         option, equals, value = word.partition("=")
         if option == "--log-file" and equals:
-            found[index] = f"{option}={Path(value).expanduser().absolute()}"
+            found[index] = f"{option}={os.path.abspath(os.path.expanduser(value))}"
         elif index and found[index - 1] == "--log-file":
-            found[index] = str(Path(word).expanduser().absolute())
+            found[index] = os.path.abspath(os.path.expanduser(word))
     return found
 
 
@@ -146,7 +147,7 @@ def check_new_output(output: Path, *, resume: bool) -> None:
     interrupted run has made stays beside anything else of that name."""
     from requant.checkpoint.new_folder import check_output
 
-    output = output.expanduser().absolute()
+    output = path_of(output, "output").absolute()
     if resume and _finished_by(output) is not None:
         remove_leftover(output)
     check_output(output)

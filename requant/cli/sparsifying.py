@@ -14,6 +14,7 @@ from requant.cli.common import (
     sigterm_interrupts,
     table,
 )
+from requant.files import path_of
 
 
 class SparsifyOptions(opt.CalibrationOptions, total=False):
@@ -92,7 +93,7 @@ def sparsify(
         bits=bits,
         **options,
     )
-    folder = (output if output is not None else output_folder(chosen)).expanduser()
+    folder = path_of(output if output is not None else output_folder(chosen), "output")
     if not dry_run:
         check_new_output(folder, resume=resume)
     with importing():

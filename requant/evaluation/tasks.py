@@ -216,7 +216,7 @@ def local_task(task: str, data: Path, *, cache: str | None = None) -> dict[str, 
     import lm_eval
 
     definition, changes = LOCAL[task]
-    file = data.expanduser().absolute() / f"{task}.jsonl"
+    file = Path(os.path.expanduser(data)).absolute() / f"{task}.jsonl"
     _check_columns(file, changes)
     return {
         "include": str(Path(str(lm_eval.__file__)).parent / "tasks" / definition),

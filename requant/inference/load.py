@@ -66,6 +66,7 @@ def load(
     """
     device, dtype = pick_device(device), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
+    path = header.path
     disable_progress_bar()  # a bar for a second of work
     if torch.device(device).type == "cuda" and not dequantize:
         _compile_while_loading(header, torch.device(device), dtype)

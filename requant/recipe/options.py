@@ -348,7 +348,7 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def output_folder(recipe: Recipe) -> Path:
     """`./MODEL-METHOD-BITSbit`, `./MODEL-METHOD-SIZE`, or `./MODEL-METHOD-BITSbit-codes`."""
-    path = Path(recipe.model).expanduser()
+    path = Path(os.path.expanduser(recipe.model))
     name = path.resolve().name or "model" if os.path.isdir(path) else path.name  # `.` and `..` have names too
     return Path(f"{name}-{recipe.method}-{budget_name(recipe)}")
 

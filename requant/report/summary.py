@@ -1,6 +1,7 @@
 """The values of the report, the model card and the final table, computed from a finished run."""
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -305,7 +306,7 @@ def _bits_text(bits: int | float) -> str:
 
 def _hub_name(model: str) -> str | None:
     """`owner/name` where the model came from the hub."""
-    if Path(model).expanduser().exists():
+    if os.path.exists(os.path.expanduser(model)):
         return None
     return ALIASES.get(model, model if "/" in model else None)
 

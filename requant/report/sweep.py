@@ -81,7 +81,7 @@ def sweep(
     where = pick_device(device)
     recipes = _recipes(model, bits, recipe, options, gpu=where.startswith("cuda"))
     by_default = sweep_folder(next(iter(recipes.values())))
-    folder = path_of(by_default if output is None else output, "output").expanduser()
+    folder = path_of(by_default if output is None else output, "output")
     finished: set[str] = set()
     if resume and folder.is_dir():
         finished = {name for name, each in recipes.items() if _finished(folder / name, each, where)}

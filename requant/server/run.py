@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import os
 import signal
 import socket
 from pathlib import Path
@@ -59,7 +60,7 @@ def serve_checkpoint(
     with _bound(host, port) as listener:
         limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting, batch=batch)
         model = open_served(folder, device=where, dtype=dtype)
-        path = Path(checkpoint).expanduser()
+        path = Path(os.path.expanduser(checkpoint))
         # `.` has no name of its own
         served = (path.resolve() if path.is_dir() else path).name if name is None else name
         _run(model, load_tokenizer(folder), limits, listener, served=served, api_key=api_key, host=host)

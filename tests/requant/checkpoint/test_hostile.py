@@ -22,6 +22,12 @@ from requant.inference.load import load
 from .hostile import DOWN, UP, edit_config, edit_module, edit_tensors, refuse, refuse_load
 
 
+def test_a_path_may_begin_at_home(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it may where a checkpoint is saved."""
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    load(f"~/{checkpoint.name}")
+
+
 def test_the_copy_itself_loads(checkpoint: Path) -> None:
     assert load(checkpoint) is not None
     assert len(verify_checksums(checkpoint, read_header(checkpoint).files)) == 2

@@ -204,8 +204,24 @@ def test_outputs_that_cannot_be(refused, tmp_path: Path, monkeypatch) -> None:
         "quantize", "--bits", 3, "--output", "there"
     )
     assert "file cannot be written to" in refused("quantize", "--bits", 3, "--output", "file/out")
-    assert "exists already" in refused("quantize", "--bits", 3, "--output", ".")
     assert "exists already" in refused("sensitivity", "--bits", 3, "--output", "there")
+    for here in ("", ".", "..", "there/.."):  # nobody should remove the folder that they are in
+        sentence = refused("quantize", "--bits", 3, "--output", here)
+        assert "exists already; give --output the name of a new folder" in sentence
+
+
+def test_the_home_of_a_user_who_is_unknown(refused, tmp_path: Path) -> None:
+    """Python's pathlib raises a RuntimeError for it."""
+    (tmp_path / "~nobody-of-that-name").write_text("")
+    for option, command in (
+        ("--output", ("quantize", "--bits", 3)),
+        ("--output", ("sweep", "--bits", "2,3")),
+        ("--output", ("export", "demo", "--to", "dense")),
+        ("--log-file", ("quantize", "--bits", 3)),
+    ):
+        sentence = refused(*command, option, "~nobody-of-that-name/there")
+        assert "~nobody-of-that-name" in sentence and "cannot be written" in sentence
+    assert "is not a folder" in refused("quantize", "--bits", 3, "--model", "~nobody-of-that-name/there")
 
 
 def test_a_partial_folder_of_somebody_else_stays(
