@@ -31,7 +31,9 @@ def check_output(output: str | Path) -> Path:
         raise OutputError(f"{output} exists already; {remedy}.")
     ancestor = next(parent for parent in output.parents if os.path.exists(parent))
     try:  # to make a folder there: root passes every look at permissions, also of /proc and of what is mounted read-only
-        os.rmdir(tempfile.mkdtemp(prefix=_prefix(output.name), dir=ancestor))
+        probe = tempfile.mkdtemp(prefix=_prefix(output.name), dir=ancestor)
+        with suppress(FileNotFoundError):  # another run took it for a dead one's
+            os.rmdir(probe)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # whoever writes says how a run goes on
             return output
@@ -59,12 +61,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     for left in output.parent.iterdir():
         if left.name.startswith(prefix):
             _remove_if_dead(left)
-    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
-    handle = os.open(partial, os.O_RDONLY)
+    partial, handle = _locked_folder(output.parent, prefix)
     try:
-        if fcntl is not None:
-            with suppress(OSError):  # where files cannot be locked, which `_remove_if_dead` leaves alone
-                fcntl.flock(handle, fcntl.LOCK_EX)
         yield partial
         umask = os.umask(0)
         os.umask(umask)
@@ -78,6 +76,22 @@ def new_folder(output: Path) -> Iterator[Path]:
         with suppress(OSError):  # of the first that is not empty, such as the output's
             for parent in made:
                 parent.rmdir()
+
+
+def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the handle that locks it; another one if another run removed it, as a dead one's, before that."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            handle = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if fcntl is not None:
+            with suppress(OSError):  # where files cannot be locked, which `_remove_if_dead` leaves alone
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if partial.exists():
+            return partial, handle
+        os.close(handle)
 
 
 def _remove_if_dead(partial: Path) -> None:

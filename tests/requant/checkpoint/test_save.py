@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +281,28 @@ with new_folder(pathlib.Path(sys.argv[1])) as folder:
     (folder / "part-00000").write_bytes(bytes(1000))
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.mark.parametrize(
+    "call", ["os.open", "fcntl.flock"], ids=["before it is opened", "before it is locked"]
+)
+def test_a_folder_that_another_run_removes_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As it may where two runs write one output: until then it looks like one that a killed run left."""
+    module, _, name = call.partition(".")
+    plain, removed = getattr(sys.modules[module], name), []
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        if not removed:
+            removed.extend(tmp_path.glob(".out.partial-*"))
+            shutil.rmtree(removed[0])
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(call, interrupted)
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("whole")
+    assert len(removed) == 1 and (tmp_path / "out" / "file").read_text() == "whole"
 
 
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
