@@ -20,7 +20,7 @@ training.
 """
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,13 @@ class SparseLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
         flat = _Product.apply(x.reshape(-1, self.in_features), self.weight, self)
         y = flat.view(*x.shape[:-1], self.out_features)  # type: ignore[union-attr]
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def dense(self) -> nn.Linear:
+        """A plain layer with the same parameters."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight, plain.bias = self.weight, self.bias
+        return plain
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, mvue={self.mvue}, fp8={self.fp8}"
@@ -126,7 +132,7 @@ def pruned_by_token(dz: Float[Tensor, "m n"], generator: torch.Generator) -> Flo
 
 @dataclass(kw_only=True)
 class SparseTraining:
-    """The sparse layers of a model; `flip_rates` has the share of the masks that every update moved."""
+    """The sparse layers of a model, by all their names; `flip_rates` has the share of the masks that every update moved."""
 
     model: nn.Module
     layers: dict[str, SparseLinear]
@@ -140,7 +146,7 @@ class SparseTraining:
         """Call it between `loss.backward()` (and clipping) and `optimizer.step()`: adds the decay, updates masks."""
         if self.steps % self.mask_every == 0:
             self._update_masks()
-        for layer in self.layers.values():
+        for layer in self._by_weight():
             if self.decay and layer.weight.grad is not None:
                 layer.weight.grad += self.decay * torch.where(layer.mask, 0.0, layer.weight)
         self.steps += 1
@@ -151,25 +157,27 @@ class SparseTraining:
 
         Training goes on densely with the optimizer as it is.
         """
+        for layer in self._by_weight() if keep_sparse else ():
+            layer.weight.copy_(layer.projected())
+        plain = {layer: layer.dense() for layer in self.layers.values()}
         for name, layer in self.layers.items():
-            if keep_sparse:
-                layer.weight.copy_(layer.projected())
-            plain = nn.Linear(
-                layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
-            )
-            plain.weight, plain.bias = layer.weight, layer.bias
-            self.model.set_submodule(name, plain)
+            self.model.set_submodule(name, plain[layer])
         self.layers = {}
         return self.model
 
+    def _by_weight(self) -> Iterable[SparseLinear]:
+        """A layer for every weight, which several layers, or names of one, may share."""
+        return {id(layer.weight): layer for layer in self.layers.values()}.values()
+
     def _update_masks(self) -> None:
         moved: list[Tensor] = []  # counted on the device: the rate is read once, not layer by layer
-        for layer in self.layers.values():
+        layers = dict.fromkeys(self.layers.values())
+        for layer in layers:
             mask = layer.method.mask(layer.weight.abs())
             moved.append((mask ^ layer.mask).sum())
             layer.mask.copy_(mask)
         if self.steps and moved:
-            total = sum(layer.mask.numel() for layer in self.layers.values())
+            total = sum(layer.mask.numel() for layer in layers)
             self.flip_rates.append(int(torch.stack(moved).sum()) / total)
 
 
@@ -217,17 +225,20 @@ def sparsify_(
     layers = (layers,) if isinstance(layers, str) else layers
     linears = {
         name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and any(fnmatch.fnmatch(name, pattern) for pattern in layers)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name
+        and isinstance(module, nn.Linear)
+        and any(fnmatch.fnmatch(name, pattern) for pattern in layers)
     }
     if not linears:
         raise InputError(f"no linear layer is named like {', '.join(layers)}; give layers=.")
     device = next(iter(linears.values())).weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    sparse = {
-        name: SparseLinear(linear, chosen, mvue=mvue, fp8=fp8, generator=generator)
-        for name, linear in linears.items()
+    made = {
+        linear: SparseLinear(linear, chosen, mvue=mvue, fp8=fp8, generator=generator)
+        for linear in dict.fromkeys(linears.values())
     }
+    sparse = {name: made[linear] for name, linear in linears.items()}
     for name, layer in sparse.items():
         model.set_submodule(name, layer)
     return SparseTraining(

@@ -53,7 +53,7 @@ def groups_of_four(values: Shaped[Tensor, "... k"]) -> Shaped[Tensor, "... q 4"]
     k = values.shape[-1]
     if k % GROUP:
         raise InputError(
-            f"a matrix of {k} columns has no groups of four: 2:4 needs a multiple of 4; leave it out with --skip."
+            f"a matrix of {k} columns has no groups of four: 2:4 needs a multiple of 4; leave it out by --skip, or layers=."
         )
     return values.unflatten(-1, (k // GROUP, GROUP))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from requant.errors import InputError, RecipeError
 from requant.sparse_training import sparsify_
-from requant.sparse_training.sparsify import METHODS
+from requant.sparse_training.sparsify import METHODS, SparseLinear
 from requant.sparsity.masks import keep2, keep2_transposable, least_squares_scale, soft_threshold
 
 
@@ -70,6 +70,41 @@ def test_autocast_decides_the_dtype_of_products(mvue: bool) -> None:
     torch.testing.assert_close(y.float(), plain, rtol=3e-2, atol=3e-2)
     y.sum().backward()
     assert x.grad.dtype == model.mlp[0].weight.grad.dtype == torch.float32
+
+
+def test_a_bias_leaves_the_dtype_of_autocast() -> None:
+    """As that of `nn.Linear` does."""
+    dense, model = Network(), Network()
+    layer = sparsify_(model).layers["mlp.0"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(inputs(8, 16)).dtype == dense.mlp[0](inputs(8, 16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["one layer of two names", "two layers of one weight"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_shared_is_sparse_everywhere_and_counts_once(method: str, tied: bool) -> None:
+    """The weight decays as it does alone, and so are its 2:4 values at the end."""
+    found = []
+    for shared in (False, True):
+        model = Network()
+        if shared:
+            model.ffn = nn.Linear(16, 32) if tied else model.mlp[0]
+            model.ffn.weight = model.mlp[0].weight
+        training, weight = sparsify_(model, method, decay=0.5), model.mlp[0].weight
+        weight.grad = torch.zeros_like(weight)
+        training.step()
+        for kind in (SparseLinear, nn.Linear):
+            if shared:
+                assert type(model.ffn) is type(model.mlp[0]) is kind
+                assert (model.ffn is model.mlp[0]) != tied
+            training.densify_(keep_sparse=True)
+        found.append((weight.grad, weight.detach()))
+    torch.testing.assert_close(*found)
+
+
+def test_a_model_that_is_a_linear_layer_has_none_to_replace() -> None:
+    with pytest.raises(InputError, match="no linear layer is named"):
+        sparsify_(nn.Linear(8, 8), layers="*")
 
 
 def test_the_weight_gradient_of_mvue_is_unbiased() -> None:
