@@ -191,7 +191,9 @@ class Engine:
             if not all(0 <= token < self.vocabulary for token in prompt):
                 raise ApiError(f"prompt has a token outside 0 to {self.vocabulary - 1}.", param="prompt")
             return list(prompt)
-        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        texts = (
+            [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
+        )
         param = "prompt" if isinstance(prompt, str) else "messages"
         try:
             size = sum(len(text.encode()) for text in texts)

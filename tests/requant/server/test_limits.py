@@ -80,10 +80,13 @@ def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str
             [{"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}],
             r"messages\[0\].tool_calls is not supported",
         ),
+        ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
+        ([{"role": "\ud800", "content": "a"}], "half a surrogate pair"),
     ],
 )
 def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages})
+    body = json.dumps({"messages": messages})
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body)
     assert answer.status_code == 400 and re.search(sentence, answer.json()["error"]["message"])
 
 

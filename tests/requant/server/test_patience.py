@@ -92,7 +92,12 @@ def test_a_long_prompt_is_refused_by_its_bytes(model: Slow, chatty, monkeypatch)
     engine = Engine(model, chatty, limits=limits)
     monkeypatch.setattr(engine, "_tokenize", lambda prompt: 1 / 0)
     with running(engine) as address:
-        for body in ({"prompt": "a" * 500_000}, {"messages": [{"role": "user", "content": "a" * 500_000}]}):
+        text = "a" * 500_000
+        for body in (
+            {"prompt": text},
+            {"messages": [{"role": "", "content": text}]},
+            {"messages": [{"role": text, "content": ""}]},
+        ):
             path = "completions" if "prompt" in body else "chat/completions"
             answer = httpx.post(f"{address}/v1/{path}", json=body)
             assert answer.status_code == 400
