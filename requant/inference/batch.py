@@ -110,17 +110,22 @@ def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSeque
     """Room for `capacity` sequences of `length` tokens; None: 8 on a CPU, elsewhere 1, whose step is a captured graph.
 
     A model whose cache is not a plain list of keys and values (sliding windows, states, none), or that fails with a batch of
-    two short sequences, has room for one.
+    two short sequences, has room for one; the log says so where more were asked for.
     """
     on_cpu = torch.device(model.device).type == "cpu"
-    capacity = (8 if on_cpu else 1) if capacity is None else capacity
-    if (
-        capacity > 1
-        and takes_cache(model)
-        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
-        and _takes_batches(model)
-    ):
-        return SequenceBatch(model, capacity)
+    wanted = (8 if on_cpu else 1) if capacity is None else capacity
+    if wanted == 1:
+        return OneSequence(model, length)
+    layers = DynamicCache(config=model.config).layers
+    if takes_cache(model) and all(type(layer) is DynamicLayer for layer in layers):
+        if _takes_batches(model):
+            return SequenceBatch(model, wanted)
+    elif capacity is not None:
+        logger.warning(
+            "%s does not keep keys and values alone, of the whole text, so answers are written one after the other, "
+            "whatever --batch says",
+            type(model).__name__,
+        )
     return OneSequence(model, length)
 
 

@@ -42,6 +42,8 @@ def serve_checkpoint(
         raise InputError("--api-key is empty; give a key, or leave the option out.")
     if name is not None and not name.strip():
         raise InputError("--name is empty; give a name, or leave the option out.")
+    if not host.strip():
+        raise InputError("--host is empty; give an address, or leave the option out.")
     folder, where = resolve_source(checkpoint), pick_device(device)
     positions = context_limit(load_config(folder))
     if context is None:

@@ -80,9 +80,11 @@ def test_a_model_that_fails_with_a_batch_is_decoded_one_by_one(caplog) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_sliding_windows_are_decoded_one_by_one(tiny_model, name: str) -> None:
+def test_sliding_windows_are_decoded_one_by_one(tiny_model, name: str, caplog) -> None:
     model = tiny_model(name)
+    assert open_sequences(model, length=64, capacity=None).capacity == 1 and not caplog.text
     sequences = open_sequences(model, length=64, capacity=8)
+    assert "one after the other, whatever --batch says" in caplog.text
     assert isinstance(sequences, OneSequence) and sequences.capacity == 1
     torch.testing.assert_close(sequences.add(PROMPTS[1]), alone(model, PROMPTS[1]), atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sequences.step([3])[0], alone(model, [*PROMPTS[1], 3]), atol=2e-5, rtol=1e-4)

@@ -110,7 +110,7 @@ def test_what_cannot_be_served(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 2 and error.endswith("in a context of 2048 tokens; lower it.\n")  # all that the model has
     code, _, error = cli("serve", "demo", "--context", 9999)
     assert code == 2 and "9999 tokens exceed the model's 2048 positions; lower it" in error
-    for option in ("--api-key", "--name"):
+    for option in ("--api-key", "--name", "--host"):
         code, _, error = cli("serve", "demo", option, " ")
         assert code == 2 and f"{option} is empty" in error
     code, _, error = cli("serve", tmp_path)
