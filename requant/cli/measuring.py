@@ -22,7 +22,8 @@ def evaluate(
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=8, help="Tokens of a window. [2048, or the model's positions]")
+        int | None,
+        typer.Option(min=8, help="Tokens of a window. [2048, or the model's positions; 512 for demo]"),
     ] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
     reference: Annotated[

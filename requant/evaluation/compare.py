@@ -18,6 +18,7 @@ from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
 from requant.models.safetensors_header import read_tensors
 from requant.models.weight_files import folder_bytes, weight_files
+from requant.recipe.defaults import DEMO_EVALUATION
 from requant.text.sources import WIKITEXT, Text, read_text
 from requant.text.windows import token_windows
 
@@ -65,14 +66,17 @@ def evaluate_all(
 ) -> list[Row]:
     """One row a model, in order, all on the first model's tokens; KL and agreement to `reference` if one is given.
 
-    `context` None takes 2048 tokens, or all that the first model has positions for. Raises RequantError.
+    `context` None takes 2048 tokens, or all that the first model has positions for; for the demo, and what was made of it,
+    512, as its runs do. Raises RequantError.
     """
     folders = [resolve_source(model) for model in models]
     original = None if reference is None else resolve_source(reference)
     where = pick_device(device)
-    scored = read_text(list(text)) if text else _usual_text(any(map(_of_demo, [folders[0], original])))
+    demo = any(map(_of_demo, [folders[0], original]))
+    scored = read_text(list(text)) if text else _usual_text(demo)
     if context is None:
-        context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
+        usual = DEMO_EVALUATION.context if demo else CONTEXT
+        context = min(usual, context_limit(load_config(folders[0])) or usual)
     tokenizer = load_tokenizer(folders[0])
     tokens = token_windows(scored, tokenizer, num_samples=None, seq_len=context)[:windows]
     named = dict(zip(folders, models, strict=True)) | ({} if original is None else {original: reference})

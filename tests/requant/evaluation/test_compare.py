@@ -15,6 +15,7 @@ from requant.evaluation.compare import evaluate_all
 from requant.inference.generate import generate_text
 from requant.inference.load import is_checkpoint, open_model
 from requant.quantizers.registry import METHODS
+from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 
 
@@ -157,6 +158,12 @@ def test_the_usual_text_is_that_of_the_original(
         with pytest.raises(TextError):
             evaluate_all(models, reference="demo")
     assert asked[-2:] == ["demo-eval"] * 2
+
+
+def test_the_demo_is_scored_as_its_runs_are() -> None:
+    """Its positions are 2048, more than it was trained on."""
+    (row,) = evaluate_all(["demo"], windows=1)
+    assert row.quality.protocol.context == default_recipe("demo", None).evaluation.context == 512
 
 
 def test_generate(checkpoint: str) -> None:
