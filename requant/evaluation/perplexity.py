@@ -219,7 +219,8 @@ def _logits(
         logits = model[start]
     else:
         logits = model(batch.to(model.device), use_cache=False).logits
-    if not logits.sum(-1, dtype=torch.float32).isfinite().all():  # a sum makes no copy as large as the logits
+    extremes = torch.stack(logits.aminmax(dim=-1))  # NaN where any is; no copy as large as the logits
+    if not extremes.isfinite().all():
         raise NumericalError(
             f"the model's logits hold NaN or infinity in window {start} or the batch it begins: evaluate in "
             "float32 or bfloat16 (--dtype), and check the checkpoint with `requant inspect`."

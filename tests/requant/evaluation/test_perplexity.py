@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,21 @@ def test_what_cannot_be_scored_is_refused(windows):
     broken.lm_head.weight.data[3, 3] = float("nan")
     with pytest.raises(NumericalError, match="NaN or infinity in window 0"):
         perplexity_and_kl(broken, windows, text=TEXT)
+
+
+def test_tokens_that_a_model_never_writes(windows, monkeypatch) -> None:
+    """Chameleon gives those of images the lowest number there is, and a sum of two is minus infinity."""
+    model = tiny()
+    plain = model.forward
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        output: Any = plain(*arguments, **named)
+        output.logits[..., 90:] = torch.finfo(output.logits.dtype).min
+        return output
+
+    monkeypatch.setattr(model, "forward", forward)
+    quality = perplexity_and_kl(model, windows.clamp(max=89), text=TEXT, reference=model)
+    assert quality.mean_kl == 0 and quality.perplexity < 1e9
 
 
 @pytest.mark.parametrize("value", [True, None, 1_234_567, 3.14159, 12345.678, 8.5e8, "name"])
