@@ -4,7 +4,6 @@ The command line (`requant/cli/options.py`) and the Python calls (`requant.quant
 options, those of `Options`; `KEYS` says which keys of the recipe each of them sets.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,11 @@ from requant.models.aliases import ALIASES
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe, trellis_code
 from requant.recipe.readers import check_reader, settings_for
-from requant.recipe.schema import Mode, Recipe, Recovery
+from requant.recipe.schema import Mode, Recipe
 from requant.recipe.shipped import available_recipes
 from requant.recipe.sizes import UNITS, bits_name, parse_bits, parse_size
+from requant.recipe.unused import warn_of_unused
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
-
-logger = logging.getLogger(__name__)
 
 
 class Options(TypedDict, total=False):
@@ -119,7 +117,8 @@ def recipe_from_options(
         base["quantizer"]["code"] = trellis_code(bits)
     _apply_others(base, given)
     chosen = from_dict(base, where="options")
-    _check_training(chosen)
+    _check_own_windows(chosen)
+    warn_of_unused(chosen, given)
     if program is not None:
         check_reader(program, chosen)
     return chosen
@@ -261,12 +260,7 @@ def _replace_size(base: dict[str, Any], given: Mapping[str, Any]) -> float | Non
 
 
 def _apply_others(base: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Set the keys of the options in `KEYS`, and warn of one that changes nothing."""
-    if "sensitivity" in given and base["mode"] != "paper":
-        logger.warning(
-            "--sensitivity changes nothing here: it ranks the sparse part, which mode %s does not have; give --mode paper.",
-            base["mode"],
-        )
+    """Set the keys of the options in `KEYS`."""
     if "modules" in given and not isinstance(given["modules"], Mapping):
         given = {**given, "modules": parse_modules(given["modules"])}
     for name, value in given.items():
@@ -288,22 +282,8 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
     (base[section] if section else base)[name] = value
 
 
-def _check_training(chosen: Recipe) -> None:
-    """Warn of a weight of losses and of recovery that nothing uses; raise RecipeError for own windows where nothing is
-    trained."""
-    budget = chosen.budget
-    if budget.first_round_weight is not None and not (
-        chosen.trains_in_rounds and (budget.bits or budget.size)
-    ):
-        logger.warning(
-            "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains in rounds, "
-            "under --bits or --size."
-        )
-    if chosen.recovery != Recovery() and not chosen.finetune.trains:
-        logger.warning(
-            "recovery changes nothing here: it says how the pruned model is trained, and finetune.steps is 0; give "
-            "--finetune-steps 1 or more."
-        )
+def _check_own_windows(chosen: Recipe) -> None:
+    """Raise RecipeError for own windows where nothing is trained."""
     if chosen.finetune.own_windows and not chosen.finetune.trains:
         raise RecipeError(
             f"--own-windows {chosen.finetune.own_windows} are to train on, and this run does not train; leave it out, or "

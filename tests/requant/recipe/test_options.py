@@ -76,6 +76,40 @@ def test_a_weight_of_rounds_without_a_use_is_said(given: dict, warned: bool, cap
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("mode", "section", "values", "unused"),
+    [
+        ("dense", "detach", {"outlier_fraction": 0.01}, "detach changes nothing here: it is the sparse part of mode paper"),
+        ("dense", "detach", {"outlier_fraction": 0.0025, "significant_fraction": 0.0}, None),  # awq's, as a run writes it
+        ("paper", "detach", {"outlier_fraction": 0.01}, None),
+        ("dense", "sensitivity", {"score": "marginal"}, "sensitivity.score changes nothing here: it ranks the sparse part"),
+        ("best", "sensitivity", {"score": "marginal"}, "sensitivity.score changes nothing here"),
+        ("best", "sensitivity", {"nodes": "gauss4"}, None),
+        ("paper", "sensitivity", {"score": "marginal"}, None),
+        ("sparse", "finetune", {"rounds": 2}, "finetune.rounds changes nothing here: mode sparse trains after all codes"),
+        ("dense", "finetune", {"hidden_weight": 0.0}, "finetune.hidden_weight changes nothing here"),
+        ("best", "finetune", {"rounds": 2, "hidden_weight": 0.0}, None),
+        ("dense", "budget", {"predictor": "measured"}, "budget.predictor changes nothing here: without --bits or --size"),
+        ("dense", "budget", {"predictor": "measured", "bits": 3}, None),
+    ],
+)  # fmt: skip
+def test_keys_that_the_mode_does_not_read_are_said(
+    caplog, mode: str, section: str, values: dict, unused: str | None
+) -> None:
+    method = "wanda" if mode == "sparse" else "lut"
+    options({"mode": mode, "method": method, section: values})
+    assert unused in caplog.text if unused else not caplog.text
+
+
+def test_a_mode_by_option_leaves_what_another_reads_unsaid(caplog) -> None:
+    """A recipe of mode paper in mode dense: its sparse part is what the option leaves out."""
+    paper = {"mode": "paper", "detach": {"outlier_fraction": 0.01}, "sensitivity": {"score": "marginal"}}
+    options(paper, mode="dense")
+    assert not caplog.text
+    options(paper, mode="dense", sensitivity="hessian")
+    assert "--sensitivity changes nothing here" in caplog.text
+
+
 def test_windows_that_the_model_writes_without_training_are_refused(caplog) -> None:
     with pytest.raises(RecipeError, match=r"--own-windows 64 are to train on, and .* give --finetune-steps."):
         recipe_from_options(bits=3, model="demo", own_windows=64)
