@@ -174,7 +174,13 @@ def answer(entries: Sequence[Entry]) -> str:
         else:
             assert last.mean_kl is not None
             more = format_bytes(entry.bytes - last.bytes)
-            parts.append(f"{name} takes {more} more and has {kl / last.mean_kl:.2f} times its KL ({kl:.3f}).")
+            # codes may hold all weights exactly, such as those of a ternary model
+            has = (
+                f"{kl / last.mean_kl:.2f} times its KL ({kl:.3f})"
+                if last.mean_kl > 0
+                else f"a KL of {kl:.3f}"
+            )
+            parts.append(f"{name} takes {more} more and has {has}.")
             last = entry
     if last is None:
         parts.append("None of them is worth using: give more --bits, --mode best or --finetune-steps.")

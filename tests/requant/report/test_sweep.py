@@ -100,6 +100,8 @@ def test_the_answer() -> None:
     )
     assert "None of them is worth using" in answer(entries[:1])
     small = [replace(each, bytes=each.bytes >> 10) for each in entries]
+    exact = [replace(each, mean_kl=0.0) for each in entries[1:]]
+    assert answer(exact).endswith("4bit takes 1.0 MiB more and has a KL of 0.000.")
     assert "4.0 KiB, KL 0.300" in answer(small) and "4bit takes 1.0 KiB more" in answer(small)
 
 
