@@ -36,6 +36,7 @@ from requant.text.sources import Text
 
 RISE = 0.25  # nats a token: by how much loss may be higher in the second half of windows without a warning
 CERTAIN = 4.0  # standard errors of that rise
+PROBED = 4  # windows that tell it before a run
 
 CHUNK_ELEMENTS = 2**24  # log-softmax runs over this many float32 logits at once: 64 MiB
 
@@ -178,6 +179,18 @@ def _warn_of_length(losses: Float[Tensor, "s t"]) -> None:
             first.mean(),
             second.mean(),
         )
+
+
+@torch.inference_mode()
+def warn_of_long_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> None:
+    """`_warn_of_length` before long work on these windows: by the losses of PROBED of them."""
+    probed = windows[:PROBED].split(1)
+    at, losses = after_blocks(model, windows, probed), []
+    for index, window in enumerate(probed):
+        with at(index):
+            logits = model(window.to(model.device), use_cache=False).logits[0, :-1]
+        losses.append(_score(logits, window[0, 1:], None))
+    _warn_of_length(torch.cat(losses))
 
 
 def standard_error(values: Sequence[float]) -> float | None:

@@ -29,7 +29,7 @@ from requant.calibration.stats import LinearStats
 from requant.errors import InputError
 from requant.evaluation.diagnosis import diagnose, diagnosed_windows
 from requant.evaluation.original import OriginalLogits
-from requant.evaluation.perplexity import Quality, perplexity_and_kl
+from requant.evaluation.perplexity import Quality, perplexity_and_kl, warn_of_long_windows
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
 from requant.finetune.memory import exhaustion_explained
@@ -123,6 +123,7 @@ def quantize(
         progress.expect(expected_stages(prepared, recipe, own.type), memory=lambda: used_memory(own))
         warn_of_a_slow_run(prepared, recipe, own.type)
         run = start(prepared, recipe, workspace=workspace, quiet=quiet)
+        warn_of_long_windows(run.model, run.windows)
         if has_budget(recipe):
             progress.enter("allocation")
         if statistics is not None:

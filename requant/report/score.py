@@ -21,6 +21,7 @@ from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import ModelError, RecipeError, WriteError
 from requant.evaluation.diagnosis import Diagnosis, diagnose
+from requant.evaluation.perplexity import warn_of_long_windows
 from requant.models.devices import current_gpu, gradients, pick_device
 from requant.models.targets import QuantTarget
 from requant.pipeline.preparation.prepare import prepare, start
@@ -103,6 +104,7 @@ def score(
                 "GPU, or --device cpu."
             )
         run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)
+        warn_of_long_windows(run.model, run.windows)
         run = with_allocation(run, allocate_bits(run))
         weights = quantize_linears(run, None, label="quantize")
         run.statistics.clear()

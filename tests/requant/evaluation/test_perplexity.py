@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from requant.display import format_table
 from requant.errors import ModelError, NumericalError, TextError
-from requant.evaluation.perplexity import mean_difference, perplexity_and_kl
+from requant.evaluation.perplexity import mean_difference, perplexity_and_kl, warn_of_long_windows
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
@@ -52,8 +52,11 @@ def test_windows_longer_than_a_model_knows_are_warned_of(windows, monkeypatch, c
 
     monkeypatch.setattr(model, "forward", forward)
     perplexity_and_kl(other, windows, text=TEXT, reference=model)
-    said = "windows of 16 tokens are probably longer" in caplog.text
-    assert said == (known == 8)
+    said = "windows of 16 tokens are probably longer"
+    assert (said in caplog.text) == (known == 8)
+    caplog.clear()
+    warn_of_long_windows(model, windows)
+    assert (said in caplog.text) == (known == 8)
 
 
 def test_windows_of_a_single_score_have_no_halves(windows) -> None:

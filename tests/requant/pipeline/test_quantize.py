@@ -154,6 +154,24 @@ def test_a_run_that_takes_long_on_a_cpu_is_said_before(
     assert "this run takes about" in caplog.text and "on this CPU" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("call", "first_work"), [("quantize", "pipeline.quantize"), ("score", "report.score")]
+)
+def test_windows_that_are_too_long_are_said_before(
+    tiny_folder, tiny_text_file: Path, monkeypatch: pytest.MonkeyPatch, caplog, call: str, first_work: str
+) -> None:
+    def refuse(_run: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"requant.{first_work}.allocate_bits", refuse)
+    for name in ("RISE", "CERTAIN"):  # whatever the loss of a model without training
+        monkeypatch.setattr(f"requant.evaluation.perplexity.{name}", -100.0)
+    options = {"method": "rtn", "mode": "dense", "code_bits": 4, "seq_len": 32, "num_samples": 4}
+    with pytest.raises(KeyboardInterrupt):
+        getattr(requant, call)(tiny_folder("llama"), text=tiny_text_file, **options)
+    assert "windows of 32 tokens are probably longer" in caplog.text
+
+
 def test_the_same_recipe_gives_the_same_bytes(run, tmp_path: Path) -> None:
     recipe = changed(detach={"temperatures": (1.0,), "steps": 1})
     result = run(recipe)
