@@ -80,7 +80,11 @@ def matrix_sizes(recipe: Recipe, target: QuantTarget) -> dict[Bits, int]:
 
 
 def sparse_bytes(recipe: Recipe, targets: Sequence[QuantTarget]) -> int:
-    """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix."""
+    """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix.
+
+    A count is taken for a byte. It has two where all 256 columns of a tile are residuals, as in a row of weights hundreds of
+    times as large as the others, and none of them small; then the budget is exceeded.
+    """
     detach = recipe.detach
     fraction = detach.outlier_fraction + detach.significant_fraction
     if recipe.mode != "paper" or not fraction:
