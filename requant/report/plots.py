@@ -112,18 +112,20 @@ def quality_plot(
                 [size / 2**20 for size, _ in line], [value for _, value in line], "-", color=BAR, zorder=1
             )
         _, markers, colors = zip(*MARKERS.values(), strict=True)
+        named: dict[str, Any] = {}  # given to the legend, which would leave out a label that begins with _
         # four colours and five markers: the twenty first pairs differ
         styles = zip(itertools.cycle([*markers, "v"]), itertools.cycle(colors), strict=False)
         for (name, (size, value, error)), (marker, color) in zip(points.items(), styles, strict=False):
-            label = name.replace("$", r"\$")  # names are text, not formulas
-            axes.plot(size / 2**20, value, marker, color=color, markersize=8, label=label)
+            named[name.replace("$", r"\$")] = axes.plot(  # names are text, not formulas
+                size / 2**20, value, marker, color=color, markersize=8
+            )[0]
             if error is not None:
                 axes.errorbar(size / 2**20, value, yerr=error, color=color, capsize=3, zorder=1.5)
         axes.set_xlabel("weight files, MiB")
         axes.set_ylabel(measure)
         if not _log_if_wide(axes, [value for _, value, _ in points.values()]):
             axes.set_ylim(bottom=0 if measure.startswith("mean KL") else None)
-        figure.legend(loc="outside lower left", frameon=False)
+        figure.legend([*named.values()], [*named], loc="outside lower left", frameon=False)
         return _svg(figure)
 
 

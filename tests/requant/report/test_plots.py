@@ -48,3 +48,11 @@ def test_plot_is_deterministic_svg_of_its_width(blocks):
     root = ElementTree.fromstring(svg)
     assert float(root.attrib["width"].removesuffix("pt")) == pytest.approx(plot_width(blocks) * 0.75)
     assert b"currentColor" in svg and b"PQI" in svg
+
+
+def test_every_checkpoint_is_named_in_the_legend() -> None:
+    """Matplotlib takes a label that begins with an underscore for one that is not to be shown, and $ for a formula."""
+    svg = quality_plot(
+        {"_first": (1 << 20, 0.1, None), "$x$": (2 << 20, 0.05, 0.01)}, measure="mean KL"
+    ).decode()
+    assert ">_first<" in svg and ">$x$<" in svg
