@@ -22,6 +22,11 @@ from requant.models.targets import QuantTarget
 
 SHRINKAGE = 1.0  # tau, in columns of the matrix
 EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
+CHOSEN = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_topk",
+)  # in a config; the last two Gemma 4's and Aria's
 
 
 @torch.no_grad()
@@ -83,14 +88,12 @@ def same_routes(reference: nn.Module, model: nn.Module) -> Iterator[None]:
 
 
 def share_of_experts(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> float:
-    """The fraction of a layer's experts that see a token."""
-    layers: dict[str, set[str]] = {}
-    for target in targets:
-        if target.experts is not None:
-            layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
+    """The fraction of a layer's experts that see a token, on average over layers where the config gives each its own."""
+    layers = {target.experts for target in targets if target.experts is not None}
     config = model.config.get_text_config()
-    # Gemma 4 says the latter
-    chosen = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", None))
-    if not layers or not isinstance(chosen, int):
+    chosen = next((count for key in CHOSEN if (count := getattr(config, key, None)) is not None), None)
+    if not layers or chosen is None:
         return 1 / EXPERTS_A_TOKEN
-    return min(1.0, chosen / max(map(len, layers.values())))
+    counts = chosen if isinstance(chosen, Sequence) else [chosen]
+    most = max(sum(1 for _ in model.get_submodule(path).children()) for path in layers)
+    return min(1.0, sum(counts) / len(counts) / most)

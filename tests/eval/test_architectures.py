@@ -4,6 +4,7 @@ import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ import requant
 from eval.architectures import COVERED, SPECIAL, logits, of_model, steps_and_whole, tiny_folder
 from eval.markdown import RESULTS, ROOT
 from eval.tiny_configs import tiny_config
+from requant.calibration.experts import share_of_experts
 from requant.checkpoint.validate import read_header
 from requant.errors import ModelError
 from requant.inference.own_text import cache_bytes
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.models.attention_sizes import attention_sizes
+from requant.models.experts import Experts, unfuse_experts
 from requant.models.loading import DEMO, auto_class
 from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.preparation.whole_model_only import with_whole_training
@@ -173,6 +176,49 @@ def test_what_cannot_run_block_by_block_is_trained_as_a_whole(kind: str, alone: 
     ):
         with nullcontext() if works else pytest.raises(ModelError, match=sentence):
             assert with_whole_training(model, recipe, hosted=hosted) == recipe
+
+
+def planned_and_routed(kind: str, **changes: Any) -> tuple[float, float] | None:
+    """Of a layer's experts, the share that a token is planned to see, and on average does; None without experts."""
+    config = tiny_config(kind, 4096, **SPECIAL)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = auto_class(config).from_config(config).eval().requires_grad_(False)
+    unfuse_experts(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    if not layers:
+        return None
+    planned = share_of_experts(model, find_linears(model))
+    routed: list[int] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _layer, inputs: routed.append(inputs[1].numel()))
+    model(input_ids=torch.arange(48)[None], use_cache=False)
+    return planned, sum(routed) / 48 / sum(map(len, layers))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3_moe", {}),
+        ("gemma4_text experts", {}),
+        ("zaya", {}),
+        ("aria_text", {"moe_topk": 3}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}),  # one a layer, as in Hunyuan-A13B
+    ],
+)
+def test_a_token_sees_as_many_experts_as_planned(kind: str, changes: dict[str, Any]) -> None:
+    found = planned_and_routed(kind, **changes)
+    assert found is not None and found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_token_sees_as_many_experts_as_planned_in_every_mixture() -> None:
+    rows = json.loads((RESULTS / "architectures.json").read_text(encoding="utf-8"))["rows"]
+    kinds = [row["type"] for row in rows if row["outcome"] in ("works", "partly") and row["type"] != "llama4"]
+    found = {kind: planned_and_routed(kind) for kind in kinds}  # without llama4, which expects images
+    mixtures = {kind: shares for kind, shares in found.items() if shares is not None}
+    assert len(mixtures) > 40
+    assert {kind: shares for kind, shares in mixtures.items() if shares[0] != shares[1]} == {}
 
 
 def test_attention_has_the_sizes_of_every_block() -> None:

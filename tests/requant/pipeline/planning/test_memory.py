@@ -25,10 +25,12 @@ from ..plans import recipe_of
     ("family", "share"), [("mixtral", 2 / 4), ("qwen2-moe", 2 / 4), ("deepseek-v3", 2 / 8)]
 )
 def test_a_token_sees_as_many_experts_as_the_config_says(tiny_folder, family: str, share: float) -> None:
-    """By it activations are counted: a mixture's are a fraction of its matrices'."""
+    """By it activations are counted: a mixture's are a fraction of its matrices'. Experts that are skipped are experts."""
     recipe = recipe_of("kmeans")
     outlined = outline(str(tiny_folder(family)), recipe)
     assert share_of_experts(outlined.model, outlined.targets) == share
+    of_one = [target for target in outlined.targets if ".experts.0." in target.name]
+    assert share_of_experts(outlined.model, of_one) == share
 
 
 def test_the_memory_of_a_cpu_run_follows_the_batch(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
