@@ -125,9 +125,11 @@ def stream_kept(model: Any) -> Iterator[None]:
         yield
         return
     head_scales = model.get_input_embeddings().get_parameter(HEAD_SCALES).detach()
-    yield
-    add_head_scales(model, head_scales)
-    rotate_stream(model, rotation)
+    try:
+        yield
+    finally:
+        add_head_scales(model, head_scales)
+        rotate_stream(model, rotation)
 
 
 def rotation_of(model: Any) -> Rotation | None:

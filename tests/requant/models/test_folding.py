@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from requant.errors import ModelError
 from requant.formats.hadamard import hadamard
 from requant.models.folding import fold, obstacle, rotated_targets, unfold
-from requant.models.rotations import HEAD_SCALES, Rotation, rotation_of
+from requant.models.rotations import HEAD_SCALES, Rotation, rotation_of, stream_kept
 from requant.models.targets import find_linears
 
 SIZES = {
@@ -57,6 +57,17 @@ def test_a_folded_model_gives_the_same_logits(kind: str, tied: bool) -> None:
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     for target in find_linears(model):  # every matrix is another one now
         assert (target.weight() - weights[target.name]).norm() > 0.5 * weights[target.name].norm()
+
+
+def test_a_replaced_embedding_is_rotated_also_where_what_replaces_it_fails() -> None:
+    model = random_model("llama")
+    original = logits(model)
+    fold(model, seed=3)
+    embedding = nn.Embedding.from_pretrained(model.get_input_embeddings().weight)
+    with pytest.raises(MemoryError), stream_kept(model):
+        model.set_input_embeddings(embedding)
+        raise MemoryError
+    torch.testing.assert_close(logits(model), original, rtol=1e-3, atol=1e-4)
 
 
 def test_the_stream_is_rotated_and_the_norms_wait_to_be_trained() -> None:
