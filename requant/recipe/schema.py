@@ -287,7 +287,8 @@ class Recipe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     """The text that quality is measured on."""
     skip: tuple[str, ...] = ()
-    """Shell patterns of matrices that are not quantized, on their whole name or its last part."""
+    """Shell patterns of matrices that are not quantized, on their whole name or its last part. Names are those of the model
+    or, where a pattern matches none of them, those in its weight files."""
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of `quantizer` for some matrices, by patterns like those of `skip`: `{"*.down_proj": {bits: 4}}`. The last
     pattern that matches wins. Bits set here are fixed; a budget distributes the rest."""

@@ -5,6 +5,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from requant.errors import ModelError
+from requant.models.experts import unfuse_experts
 from requant.models.targets import find_blocks, find_linears
 
 LLAMA_KINDS = {
@@ -87,6 +88,30 @@ def test_skip(tiny_model, pattern: str) -> None:
     gone = {target.name for target in find_linears(model)} - kept
     expected = 7 if "layers.0" in pattern else 2
     assert len(gone) == expected and all("layers.0." in name or "down_proj" in name for name in gone)
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "name"),
+    [
+        (
+            "mixtral",
+            "model.layers.0.block_sparse_moe.experts.3.w1",
+            "model.layers.0.mlp.experts.3.w1",
+        ),
+        ("nemotron-h", "backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.in_proj"),
+        ("deepseek-v4", "*.layers.1.ffn.experts.0.w2", "model.layers.1.mlp.experts.0.w2"),
+    ],
+)
+def test_names_in_weight_files_are_names_too(tiny_model, family: str, pattern: str, name: str) -> None:
+    """`requant inspect` lists them, so they are what is copied into a command."""
+    model = tiny_model(family)
+    unfuse_experts(model)
+    every = {target.name: target for target in find_linears(model)}
+    assert every.keys() - {target.name for target in find_linears(model, skip=[pattern])} == {name}
+    own = {
+        target.name: dict(target.options) for target in find_linears(model, options={pattern: {"bits": 3}})
+    }
+    assert own == {each: {"bits": 3} if each == name else {} for each in every}
 
 
 def test_skip_that_matches_nothing_or_everything_is_refused(tiny_model) -> None:
