@@ -26,7 +26,10 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
     export = find_reader(program).export
     config = load_config(resolve_source(recipe.model)) if config is None else config
     if export == "gguf":
-        check_architecture(config)
+        try:
+            check_architecture(config)
+        except InputError as error:
+            raise InputError(f"leave --for {program} out: {error}") from error
     with torch.device("meta"):
         skeleton = auto_class(config).from_config(config)
         unfuse_experts(skeleton)
