@@ -4,8 +4,9 @@
     measured  dF = F(w~) - F(w) with only the block's matrices of one kind, the block, or the whole model, quantized
 
 F is the mean cross-entropy on the calibration text, in nats per token. PQI must agree with the measured total: it is the
-same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes. In most models a block has one matrix of a kind.
-Experts of a layer are measured together: a pass for each of some 18,000 matrices would take longer than their codes.
+same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes; but F of a mixture of experts jumps where a
+token changes its experts, and the integral leaves the jumps out. In most models a block has one matrix of a kind. Experts of
+a layer are measured together: a pass for each of some 18,000 matrices would take longer than their codes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -9,6 +9,7 @@ from requant.allocation.knapsack import TOLERANCE
 from requant.evaluation.diagnosis import DISAGREEMENT, Diagnosis
 from requant.evaluation.perplexity import Quality
 from requant.evaluation.samples import Sample
+from requant.models.experts import Experts
 from requant.pipeline.planning.statistics import most_needs
 from requant.pipeline.preparation.prepare import Prepared
 from requant.pipeline.preparation.recipe_targets import all_experts_counts
@@ -61,8 +62,13 @@ class QuantizedModel:
         disagreement = self.diagnosis.disagreement
         if disagreement is not None and disagreement > DISAGREEMENT:
             found.append(
-                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: use more nodes "
-                "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
+                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: "
+                + (
+                    "the loss of a mixture jumps where a token changes its experts, which no gradient sees and more nodes "
+                    "do not change; the ranking leaves these jumps out."
+                    if any(isinstance(module, Experts) for module in self.model.modules())
+                    else "use more nodes (sensitivity.nodes: gauss4) before trusting the ranking."
+                )
             )
         if self.allocation is not None and self.allocation.unspent > TOLERANCE:
             found.append(

@@ -277,6 +277,10 @@ def test_a_disagreement_is_said(run) -> None:
     disagreement, warnings = found(scores, 0.01, -0.2)  # gains cancel costs: 0.01 of the larger, 0.2
     assert disagreement == pytest.approx(0.05) and len(warnings) == 1
     assert found(scores, 0.0) == (None, []) and found({}, 0.25) == (None, [])
+    result = run(changed(mode="dense", method="rtn"), "qwen3-moe")  # tokens may change their experts
+    _, warnings = found(scores, 0.25)
+    said = [warning for warning in warnings if "differs from the measured dF by 20.0%" in warning]
+    assert len(said) == 1 and "more nodes do not change" in said[0]
 
 
 def test_texts(tiny_folder, tiny_text_file: Path, tmp_path: Path, caplog) -> None:
