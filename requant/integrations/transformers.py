@@ -38,7 +38,7 @@ from requant.inference.quant_embedding import QuantEmbedding, keep_dtype, show_r
 from requant.inference.quant_linear import QuantLinear
 from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
-from requant.models.file_names import module_names
+from requant.models.file_names import disk_names, module_names
 from requant.models.named_outputs import with_named_outputs
 from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
 from requant.models.safetensors_header import StoredTensor, read_tensors
@@ -117,6 +117,14 @@ class RequantHfQuantizer(HfQuantizer):
         """transformers' conversions, but those that fuse experts: here every expert keeps its own tensors."""
         return [entry for entry in weight_conversions if not fuses_experts(entry)]
 
+    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called before a model is saved: the tables get the names that the files will have."""
+        config = model.config.quantization_config
+        for table in ("modules", "vocabulary"):
+            if hasattr(config, table):
+                setattr(config, table, named_as_saved(model, getattr(config, table)))
+        return super().get_state_dict_and_metadata(model, *args, **kwargs)
+
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
         # late: this file is loaded in the midst of transformers
         from requant.models.plain_saving import save_plainly
@@ -151,6 +159,14 @@ def register() -> None:
         register_quantization_config(METHOD)(RequantConfig)
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(RequantHfQuantizer)
+
+
+def named_as_saved(model: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of matrices by the names that transformers gives them in files; requant keeps the model's name for an
+    embedding, and a source's for all else."""
+    paths = module_names(model, [f"{name}.weight" for name in table], model.state_dict())
+    saved = disk_names(model, dict.fromkeys(paths.values(), torch.empty(0)))
+    return {saved[paths[f"{name}.weight"]].removesuffix(".weight"): entry for name, entry in table.items()}
 
 
 def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
@@ -201,6 +217,10 @@ def insert_embedding_and_head(
     from requant.models.targets import embedding_and_head_modules
     from requant.models.token_tables import long_tables
 
+    paths = module_names(model, [f"{name}.weight" for name in embedding_and_head], model.state_dict())
+    embedding_and_head = {
+        paths[f"{name}.weight"].removesuffix(".weight"): spec for name, spec in embedding_and_head.items()
+    }
     (embedding_name, _), (head_name, head) = embedding_and_head_modules(model)
     tables = long_tables(model) if version >= TOKEN_TABLE_VERSION else {}
     for name in embedding_and_head:

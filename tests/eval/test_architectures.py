@@ -85,6 +85,8 @@ def test_rows_of_an_embedding_in_codes_are_read_beside_encoders(text: Path, tmp_
         pytest.param("gemma4", marks=pytest.mark.slow),  # takes a row of `embedding.weight`
         "olmo",  # norms without weights: no float is left
         pytest.param("modernbert-decoder", marks=pytest.mark.slow),  # its tied head has a bias
+        "nemotron_h",  # files have other names for the embedding and for all blocks
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral3", "qwen3_5_moe")),  # so here
     ],
 )
 def test_embedding_and_head_in_codes(kind: str, text: Path, tmp_path: Path) -> None:
