@@ -10,7 +10,6 @@ linear layer that computes something else from its weight (DeepSeek-V4's grouped
 Exporters and integrations know more about some architectures.
 """
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,8 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.errors import ModelError
 from requant.models.experts import Experts, routers
-from requant.models.file_names import disk_names
 from requant.models.hosted import HostedBlocks, HostedMatrix
+from requant.models.patterns import matched, why_unmatched
 
 MAX_UNSEEN = 0.1  # of a block's weights, in matrices that are not linear layers: a model with more is refused
 MANY = 0.25  # as many linears as another list has, at least, for a list of blocks
@@ -145,8 +144,7 @@ def find_linears(
 ) -> list[QuantTarget]:
     """Every matrix to quantize, in the model's order.
 
-    `skip` holds shell patterns on the dotted path or its last part, or, where that matches nothing, on the name in weight
-    files, which `requant inspect` lists; `options` has for such patterns what the quantizer does differently there (a
+    `skip` holds shell patterns (`patterns.py`); `options` has for such patterns what the quantizer does differently there (a
     recipe's `modules`), where a later pattern has precedence.
     """
     path, blocks = find_blocks(model)
@@ -170,25 +168,24 @@ def find_linears(
         for name, module in block.named_modules()
         if _is_linear(module) and id(module.get_parameter("weight")) not in choosing
     ]
-    matched = _matched(model, targets, (*skip, *(options or {})))
-    unused = [pattern for pattern in skip if not matched[pattern]]
-    if unused:
-        raise ModelError(f"--skip {unused[0]} matches no matrix; names look like {targets[0].name}.")
-    skipped = {name for pattern in skip for name in matched[pattern]}
+    names = [target.name for target in targets]
+    found = matched(model, names, (*skip, *(options or {})))
+    for pattern in skip:
+        if not found[pattern]:
+            raise ModelError(f"--skip {pattern} matches no matrix; {why_unmatched(model, names, pattern)}")
+    skipped = {name for pattern in skip for name in found[pattern]}
     kept = [target for target in targets if target.name not in skipped]
     if not kept:
         raise ModelError("every matrix is skipped; nothing is left to quantize.")
     for pattern in options or {}:
-        if matched[pattern] <= skipped:
+        if found[pattern] <= skipped:
             raise ModelError(
                 f"modules: '{pattern}' matches no matrix that is quantized; names look like {kept[0].name}, and embedding "
                 "and head have --head-bits."
             )
     for pattern, given in (options or {}).items():
         kept = [
-            replace(target, options={**target.options, **given})
-            if target.name in matched[pattern]
-            else target
+            replace(target, options={**target.options, **given}) if target.name in found[pattern] else target
             for target in kept
         ]
     return kept
@@ -312,29 +309,6 @@ def _of_indexers(model: nn.Module) -> list[nn.Parameter]:
     """
     indexers = [module for module in model.modules() if "Indexer" in type(module).__name__]
     return [parameter for module in indexers for parameter in module.parameters()]
-
-
-def _matched(
-    model: nn.Module, targets: Sequence[QuantTarget], patterns: Sequence[str]
-) -> dict[str, set[str]]:
-    """Pattern -> the targets whose names it matches; where none does, those whose names in weight files it matches."""
-    names = {target.name: target.name for target in targets}
-    found = {pattern: _names_like(pattern, names) for pattern in patterns}
-    if not all(found.values()):
-        # only then: renamings take up to milliseconds a matrix
-        in_files = disk_names(model, {f"{name}.weight": torch.empty(0) for name in names})
-        names = {name: in_files[f"{name}.weight"].removesuffix(".weight") for name in names}
-        found |= {pattern: _names_like(pattern, names) for pattern, own in found.items() if not own}
-    return found
-
-
-def _names_like(pattern: str, names: Mapping[str, str]) -> set[str]:
-    """The keys whose values, or the last parts of these, match a shell pattern."""
-    return {
-        name
-        for name, searched in names.items()
-        if fnmatch.fnmatch(searched, pattern) or fnmatch.fnmatch(searched.rpartition(".")[2], pattern)
-    }
 
 
 def _refuse_unseen(path: str, blocks: nn.ModuleList) -> None:

@@ -114,6 +114,23 @@ def test_names_in_weight_files_are_names_too(tiny_model, family: str, pattern: s
     assert own == {each: {"bits": 3} if each == name else {} for each in every}
 
 
+@pytest.mark.parametrize(
+    ("family", "pattern", "said"),
+    [
+("mixtral", "*.block_sparse_moe.gate", "model.layers.0.mlp.gate is never quantized; leave it out"),
+        ("gpt-oss", "*.router", "model.layers.0.mlp.router is never quantized"),
+        ("llama", "lm_head", "lm_head has an option of its own: --head-bits 16"),
+        ("llama-tied", "lm_head", "lm_head has an option of its own"),
+        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj", r"names look like model\.layers\.0\.mlp\.experts\.\d\.gate"),
+    ],
+)  # fmt: skip
+def test_skip_of_what_is_never_quantized_says_so(tiny_model, family: str, pattern: str, said: str) -> None:
+    model = tiny_model(family)
+    unfuse_experts(model)
+    with pytest.raises(ModelError, match=rf"matches no matrix; {said}"):
+        find_linears(model, skip=[pattern])
+
+
 def test_skip_that_matches_nothing_or_everything_is_refused(tiny_model) -> None:
     with pytest.raises(
         ModelError, match=r"--skip donw_proj matches no matrix; names look like model\.layers\.0"
