@@ -2,7 +2,8 @@
 
 A moment moves by 5 or 10 % of its distance per step, which the 8 bits of bfloat16 resolve; a weight moves by less than
 bfloat16 could resolve, so weights stay float32. The arithmetic of a step is in float32: on a GPU a kernel's, which reads and
-writes moments as they are (`requant_kernels/training/adam.py`), elsewhere torch's, between two casts.
+writes moments as they are, for all tensors of one size in one launch (`requant_kernels/training/adam.py`); elsewhere
+torch's, between two casts.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from requant.finetune.step import BETAS
 from requant.kernel_choice import usable_kernel
@@ -27,21 +27,25 @@ class SixteenBitAdam:
         self.each = [torch.optim.Adam([group], betas=BETAS, eps=EPS) for group in param_groups]
 
     def step(self) -> None:
+        of_one_launch: dict[tuple[torch.device, int], list[torch.optim.Optimizer]] = {}
         for optimizer, tensor in zip(self.each, self.tensors, strict=True):
-            plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
-            kernel = _kernel(tensor.device) if tensor.is_cuda and plain else None
             if tensor.grad is None:
                 continue
-            if kernel is None:
+            plain = tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            if plain and _kernel(tensor.device) is not None:
+                of_one_launch.setdefault((tensor.device, tensor.numel()), []).append(optimizer)
+            else:
                 _cast_moments(optimizer, torch.float32)
                 optimizer.step()
                 _cast_moments(optimizer, torch.bfloat16)
-            else:
-                _step(kernel, optimizer, tensor)
+        for (device, _), optimizers in of_one_launch.items():
+            kernel = _kernel(device)
+            assert kernel is not None
+            _step(kernel, optimizers)
 
     def zero_grad(self) -> None:
-        for optimizer in self.each:
-            optimizer.zero_grad(set_to_none=True)
+        for tensor in self.tensors:
+            tensor.grad = None
 
 
 def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
@@ -51,22 +55,25 @@ def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def _step(kernel: Callable[..., None], optimizer: torch.optim.Optimizer, tensor: Tensor) -> None:
-    """Update a tensor by the kernel, with the state that torch's Adam would have."""
-    state = optimizer.state[tensor]
-    if not state:
-        state["step"] = torch.zeros(())
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(tensor, dtype=torch.bfloat16)
-    state["step"] += 1
-    assert tensor.grad is not None
+def _step(kernel: Callable[..., None], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Update the tensors of these, of one size, by the kernel, with the states that torch's Adam would have."""
+    groups = [optimizer.param_groups[0] for optimizer in optimizers]
+    tensors = [group["params"][0] for group in groups]
+    states = [optimizer.state[tensor] for optimizer, tensor in zip(optimizers, tensors, strict=True)]
+    for tensor, state in zip(tensors, states, strict=True):
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(tensor, dtype=torch.bfloat16)
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
     kernel(
-        tensor,
-        tensor.grad.contiguous(),
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        lr=optimizer.param_groups[0]["lr"],
-        step=int(state["step"]),
+        tensors,
+        [tensor.grad.contiguous() for tensor in tensors],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        lrs=[group["lr"] for group in groups],
+        steps=torch.stack(steps).int().tolist(),
         betas=BETAS,
         eps=EPS,
     )
@@ -86,11 +93,11 @@ def _kernel(device: torch.device) -> Callable[..., None] | None:
     def agrees(kernel: Callable[..., None]) -> bool:
         own, torchs = start.clone(), start.clone().requires_grad_()
         optimizer = torch.optim.Adam([torchs], lr=0.01, betas=BETAS, eps=EPS)
-        moments = torch.zeros_like(start), torch.zeros_like(start)
+        moments = [torch.zeros_like(start)], [torch.zeros_like(start)]
         for step, gradient in enumerate(gradients, start=1):
             torchs.grad = gradient.clone()
             optimizer.step()
-            kernel(own, gradient, *moments, lr=0.01, step=step, betas=BETAS, eps=EPS)
+            kernel([own], [gradient], *moments, lrs=[0.01], steps=[step], betas=BETAS, eps=EPS)
         went = (torchs - start).detach().abs().max()
         return bool((own - torchs).detach().abs().max() <= TOLERANCE * went)
 

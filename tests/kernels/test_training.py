@@ -6,6 +6,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+import triton.language as tl
 from requant_kernels.training import adam, divergence, scaled_rows
 
 from .compile_offline import compile_kernel
@@ -30,14 +31,14 @@ def test_the_divergence_compiled_for_hopper_spills_nothing(name: str) -> None:
 
 
 def test_adam_compiled_for_hopper_spills_nothing() -> None:
-    floats = dict.fromkeys(("step_size", "beta1", "beta2", "inv_sqrt_correction2", "eps"), "fp32")
     machine = compile_kernel(
-        adam.adam_kernel, {"BLOCK_SIZE": adam.BLOCK_SIZE}, capability=90, dtype="bf16", warps=4,
-        pointers={"weight_ptr": "*fp32", "gradient_ptr": "*fp32", "exp_avg_ptr": "*bf16", "exp_avg_sq_ptr": "*bf16",
-                  "numel": "i32", **floats}, aligned=("numel",),
+        adam.adam_kernel, {"BLOCK_SIZE": adam.BLOCK_SIZE, "ALIGNMENT": adam.ALIGNMENT, "MOMENTS": tl.bfloat16},
+        capability=90, dtype="bf16", warps=4,
+        pointers={"addresses_ptr": "*i64", "rates_ptr": "*fp32", "numel": "i32",
+                  **dict.fromkeys(("beta1", "beta2", "eps"), "fp32")}, aligned=("numel",),
     )  # fmt: skip
     assert machine.stack == 0 and machine.registers <= 64
-    assert machine.opcodes["LDG"] <= 12
+    assert machine.opcodes["LDG"] <= 14  # of 16 or 8 bytes; four addresses and two rates
 
 
 @pytest.mark.parametrize("name", ["scale_rows", "row_products"])
@@ -80,5 +81,7 @@ def test_on_a_gpu_adam_is_torchs_but_for_what_moments_are_rounded() -> None:
     for step, gradient in enumerate(gradients, start=1):
         torchs.grad = gradient.clone()
         optimizer.step()
-        adam.adam_step(own, gradient, mean, square, lr=0.01, step=step, betas=(0.9, 0.95), eps=1e-8)
+        adam.adam_step(
+            [own], [gradient], [mean], [square], lrs=[0.01], steps=[step], betas=(0.9, 0.95), eps=1e-8
+        )
     assert (own - torchs).norm() < 0.01 * (own - start).norm()

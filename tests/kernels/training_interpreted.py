@@ -25,16 +25,37 @@ def check_divergence(*shape: int) -> None:
     assert kl_divergence(ruled_out, ruled_out + 3).abs() < 1e-3  # whatever is added to all of a row
 
 
-def check_adam(dtype: torch.dtype, tolerance: float) -> None:
-    torchs = torch.randn(3001).requires_grad_()
-    own, gradients = torchs.detach().clone(), torch.randn(5, 3001)
-    optimizer = torch.optim.Adam([torchs], lr=0.01, betas=(0.9, 0.95))
-    mean, square = torch.zeros(2, 3001, dtype=dtype)
-    for step, gradient in enumerate(gradients, start=1):
-        torchs.grad = gradient.clone()
+def check_adam(dtype: torch.dtype, tolerance: float, numel: int) -> None:
+    """Of two tensors at once, each with its own rate and number of steps."""
+    torchs = [torch.randn(numel).requires_grad_() for _ in range(2)]
+    owns = [each.detach().clone() for each in torchs]
+    gradients = torch.randn(5, 2, numel).sign() * (
+        0.1 + torch.rand(5, 2, numel)
+    )  # whose squares float16 resolves
+    lrs, starts = [0.01, 0.03], [1, 2]  # the second has made a step before
+    optimizer = torch.optim.Adam(
+        [{"params": [each], "lr": lr} for each, lr in zip(torchs, lrs, strict=True)], betas=(0.9, 0.95)
+    )
+    means, squares = torch.zeros(2, 2, numel, dtype=dtype)
+    settings = {"betas": (0.9, 0.95), "eps": 1e-8}
+    torchs[1].grad = gradients[0, 1].clone()
+    optimizer.step()
+    adam_step(owns[1:], [gradients[0, 1]], [means[1]], [squares[1]], lrs=lrs[1:], steps=[1], **settings)
+    for done, both in enumerate(gradients):
+        for each, gradient in zip(torchs, both, strict=True):
+            each.grad = gradient.clone()
         optimizer.step()
-        adam_step(own, gradient, mean, square, lr=0.01, step=step, betas=(0.9, 0.95), eps=1e-8)
-    torch.testing.assert_close(own, torchs.detach(), rtol=0, atol=tolerance)
+        adam_step(
+            owns,
+            list(both),
+            list(means),
+            list(squares),
+            lrs=lrs,
+            steps=[done + start for start in starts],
+            **settings,
+        )
+    for own, each in zip(owns, torchs, strict=True):
+        torch.testing.assert_close(own, each.detach(), rtol=0, atol=tolerance)
 
 
 def check_scaled_rows(n: int, k: int, dtype: torch.dtype) -> None:
@@ -51,8 +72,8 @@ torch.set_num_threads(1)
 check_divergence(3, 5, 700)
 check_divergence(2, 2 * FORWARD_BLOCK + 3)
 check_divergence(1, FORWARD_BLOCK)
-check_adam(torch.float32, 1e-6)
-check_adam(torch.float16, 1e-4)
+check_adam(torch.float32, 1e-6, 3001)  # the second gradient lies at no multiple of 16 bytes
+check_adam(torch.float16, 1e-4, 1200)
 check_scaled_rows(3, 70, torch.float16)
 check_scaled_rows(2, BLOCK_SIZE, torch.float32)
 check_scaled_rows(2, BLOCK_SIZE + 5, torch.float32)
