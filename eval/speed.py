@@ -330,7 +330,9 @@ def main(
                 name += f"_{gpus}_gpus" if gpus > 1 else ""
                 name += f"_in_{gpu_memory}" if gpu_memory is not None else ""
                 name += "_deterministic" if deterministic else ""
-                found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory, log=log_file)
+                found = whole_run(
+                    shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory, keep=keep, log=log_file
+                )
                 keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks, "share": share})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
