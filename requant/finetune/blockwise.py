@@ -201,17 +201,18 @@ class BlockwiseStep:
 
     @torch.no_grad()
     def mean_kl(self) -> float:
-        """Mean KL over all positions of the validation windows, nats."""
-        windows = self.teacher.val
+        """Mean KL over all positions of the validation windows, nats; as many at once as a step has."""
+        count, length = len(self.teacher.val), self.teacher.windows.shape[1]
+        at_once = max(1, self.batch_tokens // length // ranks.world_size())
         sums = []
-        for index in ranks.rounds(windows):
-            if index is None:
+        for windows in ranks.rounds(torch.tensor(self.teacher.val).split(at_once)):
+            if windows is None:
                 self._run_along()
                 continue
-            ((tokens, states),) = self.teacher.micro_batches(torch.tensor([index]), None)
+            ((tokens, states),) = self.teacher.micro_batches(windows, None)
             hidden = self._hidden(tokens).flatten(0, 1)
             sums.append(sum(self._kl(*part).double().item() for part in self._rows(hidden, states)))
-        return sum(ranks.merged(sums)) / (len(windows) * self.teacher.windows.shape[1])
+        return sum(ranks.merged(sums)) / (count * length)
 
     def _divided_at(self, name: str) -> DividedMatrix | None:
         """Whose part an entry of a state is, where the whole matrix is in the file."""

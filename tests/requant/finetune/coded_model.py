@@ -26,7 +26,9 @@ class Problem:
         targets = find_linears(model)
         self.coded = [target for target in targets if target.kind in kinds] if kinds else targets[::2]
         weights = {
-            t.name: random_weight(*t.shape, kind="trellis", seed=i).to(model.device)
+            t.name: random_weight(
+                *t.shape, kind="trellis", seed=i, density=0.0 if t.experts or i % 2 else 0.05
+            ).to(model.device)
             for i, t in enumerate(self.coded)
         }
         self.params = {name: trainable_params(weight) for name, weight in weights.items()}
@@ -40,13 +42,15 @@ class Problem:
         for name, params in self.params.items():
             self.learning |= {f"{name}.{field}": value for field, value in params.items()}
 
-    def step(self, teacher: HeadTeacher, hidden_weight: float = 0.0, graphs_kept: int = 0) -> BlockwiseStep:
+    def step(
+        self, teacher: HeadTeacher, hidden_weight: float = 0.0, graphs_kept: int = 0, batch_tokens: int = 64
+    ) -> BlockwiseStep:
         return BlockwiseStep(
             self.model,
             teacher,
             [TrainableTensor(tensor=t, lr=1e-2) for t in self.learning.values()],
             self.derived,
-            batch_tokens=64,
+            batch_tokens=batch_tokens,
             graphs_kept=graphs_kept,
             hidden_weight=hidden_weight,
         )

@@ -150,6 +150,31 @@ def test_validation_keeps_no_graphs(tiny_model, random_weight, windows) -> None:
         step.close()
 
 
+def test_validation_takes_as_many_windows_at_once_as_a_step(tiny_model, random_weight, windows) -> None:
+    """Weights are made once for all of them."""
+    found, built = [], []
+    for at_once in (1, 4):
+        problem = Problem(tiny_model("llama"), random_weight)
+        teacher = HeadTeacher(tiny_model("llama"), windows[:1], windows[1:])
+        calls = 0
+
+        def counted(value):
+            nonlocal calls
+            calls += 1
+            return value
+
+        for weight in problem.derived:
+            object.__setattr__(weight, "value", lambda value=weight.value: counted(value()))
+        with recomputed_blocks(problem.model, False):
+            step = problem.step(teacher, batch_tokens=at_once * windows.shape[1])
+            found.append(step.mean_kl())
+            step.close()
+        built.append(calls)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    count = len(windows) - 1
+    assert built == [count * len(problem.derived), -(-count // 4) * len(problem.derived)]
+
+
 @pytest.mark.parametrize("graphs_kept", [0, 1])
 def test_a_rank_without_windows_takes_part(
     tiny_model, random_weight, windows, monkeypatch, graphs_kept: int
