@@ -70,7 +70,7 @@ def finetune(
     learning = {} if embedding_and_head is None else embedding_and_head.learning
     train_windows, val_windows = split_windows(run, settings)
     teacher = teacher_of(run, settings, train_windows, val_windows)
-    run.apply_quantized_weights(weights)
+    run.apply_finetuned_params()  # training writes the matrices
     if embedding_and_head is not None:
         embedding_and_head.apply_weights(quantized=True, learning=False)
     devices = {target.name: target.device for target in run.targets}  # codes of hosted matrices are elsewhere

@@ -138,6 +138,10 @@ class RunContext:
         """Write the dequantized `weights` and the finetuned parameters into the model."""
         self.path(weights).apply_weights(1.0)
 
+    def apply_finetuned_params(self) -> None:
+        """Write the finetuned parameters into the model, whose matrices stay as they are."""
+        self.path({}).apply_finetuned_params(1.0)
+
     def original_param(self, name: str, parameter: Tensor) -> Tensor:
         """A copy, on the CPU, of a parameter without codes as it was before any finetuning."""
         if name in self.finetuned_params:

@@ -70,6 +70,11 @@ class QuantizedPath:
         """Write w + t d into every matrix of the model and into the finetuned parameters; 0: original, 1: quantized."""
         for target in self.targets:
             target.set_weight(self.original[target.name] if t == 0 else partial(self.point, target, t))
+        self.apply_finetuned_params(t)
+
+    @torch.no_grad()
+    def apply_finetuned_params(self, t: float) -> None:
+        """The latter alone."""
         for parameter, start, end in self.finetuned():
             parameter.copy_(start if t == 0 else end if t == 1 else start.float().lerp(end.float(), t))
 
