@@ -34,6 +34,7 @@ from requant.calibration.hidden_states import after_blocks, body_of
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.finetune.divided import rows_of_all
 from requant.models.devices import free_memory, to_device
+from requant.models.experts import grouped_products
 from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
@@ -263,17 +264,18 @@ def states_on_host(
     hosted = hosted_blocks(model) is not None
     # states before a block, after it, and the last ones
     at_once = batches_at_once(model, own, states=3) if hosted else len(own)
-    for part in (own[start : start + at_once] for start in range(0, len(own), at_once)):
-        chunks = [None if each is None else each[1] for each in part]
-        blocks_ran = after_blocks(model, windows, chunks, precision=mixed_precision, label=label)
-        for index, each in enumerate(tracked(part, label=None if hosted else label, unit="batches")):
-            if each is None:
-                continue
-            tokens = to_device(each[1], one.device)
-            with blocks_ran(index), mixed_precision(tokens):
-                _, states = last_states(model, tokens)
-            start = each[0] * rows
-            found[start : start + len(states)] = states.cpu()
+    with grouped_products(model):
+        for part in (own[start : start + at_once] for start in range(0, len(own), at_once)):
+            chunks = [None if each is None else each[1] for each in part]
+            blocks_ran = after_blocks(model, windows, chunks, precision=mixed_precision, label=label)
+            for index, each in enumerate(tracked(part, label=None if hosted else label, unit="batches")):
+                if each is None:
+                    continue
+                tokens = to_device(each[1], one.device)
+                with blocks_ran(index), mixed_precision(tokens):
+                    _, states = last_states(model, tokens)
+                start = each[0] * rows
+                found[start : start + len(states)] = states.cpu()
     ranks.all_agree(True)  # those of the others are there
     return output_class, found
 
