@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from requant.finetune.block_call import (
 from requant.finetune.divided import Part
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, gradient_of
+from requant.finetune.weight_stack import WeightStack, in_stacks
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class ChunkSizes:
 class DividedMatrix:
     """A matrix without codes of which each rank keeps and updates a part in float32; whole only while its block is computed.
 
-    It is to its part what a ReparametrizedWeight is to its trained floats: `value` joins the parts of all ranks, and
+    It is to its part what a ReparametrizedWeight is to its trained floats: `values` joins the parts of all ranks, and
     `backward` adds up the gradients of all. On a GPU ranks send what products read, which is bfloat16.
     """
 
@@ -104,9 +105,13 @@ class DividedMatrix:
         of_original = Part.of(parameter)
         self.part = Part(of_original.elements.float(), of_original.shape)
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.parameter]
+
     @torch.no_grad()
-    def value(self) -> Tensor:
-        return self.part.whole(PRODUCTS.get(self.part.elements.device.type)).float()
+    def values(self) -> Sequence[Tensor]:
+        return [self.part.whole(PRODUCTS.get(self.part.elements.device.type)).float()]
 
     def backward(self) -> None:
         self.part.elements.grad = Part.of_sum(gradient_of(self.parameter)).elements
@@ -135,6 +140,7 @@ class LearningBlock:
     ) -> None:
         self.forward, self.parameters = block.forward, list(block.parameters())
         self.coded, self.divided, self.optimizer, self.chunks = coded, divided, optimizer, chunks
+        self.computed = in_stacks(coded)
         self.stays = stays
         self.built: set[Tensor] = set()  # parameters that hold their weights
         self.rest: Mapping[int, Any] | None = None  # what the block returned that is not carried
@@ -179,9 +185,10 @@ class LearningBlock:
         with self._built():
             found = self.chunks.fitting(compute)
         with torch.enable_grad():
-            for weight in self.coded:
+            for weight in self.computed:
                 weight.backward()
-                weight.parameter.grad = None
+                for parameter in weight.parameters:
+                    parameter.grad = None
         self._update()
         return found
 
@@ -192,7 +199,7 @@ class LearningBlock:
                 if weight.hosted is not None:
                     weight.value()
         for matrix in self.divided:
-            matrix.value()
+            matrix.values()
 
     def learn_along(self) -> None:
         """`learn` of a rank without windows: its gradients are zero, those of others are not."""
@@ -233,7 +240,7 @@ class LearningBlock:
         coded ones beside a graph only, but divided ones in any case, since other ranks will not send their parts again."""
         staying: Sequence[ReparametrizedWeight | DividedMatrix] = ()
         try:
-            for weight in self.coded:
+            for weight in self.computed:
                 # other ranks wait for what a hosted one decodes, which must not be done twice, but there are no graphs then
                 self.chunks.without_graphs(partial(self._build, weight))
             for matrix in self.divided:
@@ -246,13 +253,14 @@ class LearningBlock:
             self._release()
 
     @torch.no_grad()
-    def _build(self, weight: ReparametrizedWeight | DividedMatrix) -> None:
-        if weight.parameter in self.built:
+    def _build(self, weight: ReparametrizedWeight | WeightStack | DividedMatrix) -> None:
+        if weight.parameters[0] in self.built:
             return
         with torch.autocast(self.parameters[0].device.type, enabled=False):
-            # in one layout: a compiled block is compiled again for another
-            weight.parameter.data = weight.value().contiguous()
-        self.built.add(weight.parameter)
+            for parameter, value in zip(weight.parameters, weight.values(), strict=True):
+                # in one layout: a compiled block is compiled again for another
+                parameter.data = value.contiguous()
+        self.built.update(weight.parameters)
 
     def _release(self) -> None:
         for weight in (*self.coded, *self.divided):
@@ -285,4 +293,9 @@ class _Learning(torch.autograd.Function):
 
 def _placeholder(parameter: Tensor) -> Tensor:
     """A float32 tensor of a parameter's shape in the memory of one number."""
-    return torch.zeros(1, device=parameter.device).expand(parameter.shape)
+    return _zero(parameter.device).expand(parameter.shape)
+
+
+@cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)

@@ -33,6 +33,7 @@ def reparametrized_weights(
             value=lambda: target.oriented(floats(params)),
             hosted=target.hosted,
             rows=rows,
+            stack=None if target.experts is None else (target.experts, target.kind),
         )
 
     return list(map(derive, targets))

@@ -22,7 +22,7 @@ captured, stay eager. If memory runs out, micro-batches are halved once, and the
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +65,14 @@ class ReparametrizedWeight:
     value: Callable[[], Tensor]  # in the parameter's shape, differentiable
     hosted: HostedMatrix | None = None  # where nothing keeps the parameter's memory between its uses
     rows: Sequence[ScaledRows] = ()  # the same value, where it is such rows, one below the other
+    stack: Hashable = None  # equal for matrices that may be computed together (`weight_stack.py`)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.parameter]
+
+    def values(self) -> Sequence[Tensor]:
+        return [self.value()]
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from requant.finetune.blockwise import BlockwiseStep
+from requant.finetune.scaled_rows import ScaledRows
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor
 from requant.finetune.teacher import HeadTeacher
 from requant.formats.quantized_weight import trainable_params, weight_function
@@ -36,7 +37,15 @@ class Problem:
         for target in self.coded:
             floats, params = weight_function(weights[target.name], dtype), self.params[target.name]
             value = lambda floats=floats, params=params, target=target: target.oriented(floats(params))  # noqa: E731
-            self.derived.append(ReparametrizedWeight(parameter=target.parameter, value=value))
+            rows = [] if target.transposed else floats.scaled_rows(params)
+            self.derived.append(
+                ReparametrizedWeight(
+                    parameter=target.parameter,
+                    value=value,
+                    rows=[ScaledRows(scales=scales, unscaled=unscaled) for scales, unscaled in rows],
+                    stack=None if target.experts is None else (target.experts, target.kind),
+                )
+            )
         coded = {id(target.parameter) for target in self.coded}
         self.learning = {name: p for name, p in model.named_parameters() if id(p) not in coded}
         for name, params in self.params.items():

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from requant import ranks
+from requant import models, ranks
 from requant.calibration.passes import recomputed_blocks
-from requant.finetune import blockwise, compile_blocks
+from requant.finetune import blockwise, compile_blocks, weight_stack
 from requant.finetune.compile_blocks import fused
 from requant.finetune.loss import loss_sum
 from requant.finetune.recomputed_block import LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.models.experts import grouped_products
+from requant.models.stacked import lie_in_a_row, stacked
 from requant.models.targets import find_blocks
 
 from .coded_model import Problem
@@ -173,6 +174,32 @@ def test_validation_takes_as_many_windows_at_once_as_a_step(tiny_model, random_w
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     count = len(windows) - 1
     assert built == [count * len(problem.derived), -(-count // 4) * len(problem.derived)]
+
+
+@pytest.mark.usefixtures("products_of_a_gpu")
+def test_matrices_of_experts_are_computed_together_and_read_where_they_lie(
+    tiny_model, random_weight, windows, monkeypatch
+) -> None:
+    problem = Problem(tiny_model("qwen3-moe"), random_weight, ("gate_proj", "up_proj", "down_proj"))
+    blocks = len(find_blocks(problem.model)[1])
+    experts = len(problem.coded) // blocks // 3
+    copied: list[bool] = []
+
+    def noted(tensors):
+        copied.append(not lie_in_a_row(tensors))
+        return stacked(tensors)
+
+    for module in (models.experts, weight_stack):
+        monkeypatch.setattr(module, "stacked", noted)
+    teacher = HeadTeacher(tiny_model("qwen3-moe"), windows)
+    with recomputed_blocks(problem.model, False), grouped_products(problem.model):
+        step = problem.step(teacher)
+        for block in step.blocks:
+            assert [len(each.parameters) for each in block.computed] == [experts] * 3
+        step(teacher.micro_batches(torch.tensor([4, 1]), None), 1.0)
+        step.close()
+    # of every kind: weights forward and again with a graph, and their gradients
+    assert copied == [False] * (blocks * 3 * 3)
 
 
 @pytest.mark.parametrize("graphs_kept", [0, 1])

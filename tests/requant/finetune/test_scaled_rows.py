@@ -15,11 +15,15 @@ from requant.models.targets import QuantTarget
 from requant.run.context import RunContext
 
 
-def derived(weight: Any, dtype: torch.dtype, *, transposed: bool) -> tuple[ReparametrizedWeight, Any]:
+def derived(
+    weight: Any, dtype: torch.dtype, *, transposed: bool, experts: str | None = None
+) -> tuple[ReparametrizedWeight, Any]:
     """A parameter that holds nothing yet, and the trainable floats from which it follows."""
     n, k = weight.shape
     module = nn.Linear(*((n, k) if transposed else (k, n)), bias=False, dtype=dtype)
-    target = QuantTarget(name="matrix", kind="matrix", block=0, module=module, transposed=transposed)
+    target = QuantTarget(
+        name="matrix", kind="matrix", block=0, module=module, transposed=transposed, experts=experts
+    )
     run = RunContext.__new__(RunContext)  # of which nothing but its targets is read
     object.__setattr__(run, "targets", [target])
     params = {name: value.requires_grad_() for name, value in trainable_params(weight).items()}
@@ -48,6 +52,14 @@ def test_value_and_gradient_are_those_of_autograd(
         weight.backward()
         for each, old, own in zip(params.values(), before, expected, strict=True):
             torch.testing.assert_close(each.grad, old + own)
+
+
+def test_matrices_of_one_kind_of_experts_may_be_computed_together(random_weight) -> None:
+    weight = random_weight(32, 64, kind="trellis")
+    plain, _ = derived(weight, torch.float32, transposed=False)
+    gate, _ = derived(weight, torch.float32, transposed=False, experts="model.layers.0.mlp.experts")
+    assert plain.stack is None
+    assert gate.stack == ("model.layers.0.mlp.experts", "matrix")
 
 
 @pytest.mark.gpu
