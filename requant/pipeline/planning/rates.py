@@ -30,6 +30,10 @@ HOST_BYTES = 20e9
 DECODE_SECONDS = 4e-10
 SENT_BYTES = 2e11  # a second, of decoded matrices and gradients between GPUs: over NVLink; over PCIe a tenth
 ADAM_SECONDS = 1.1e-11  # to update a parameter: 14 ms of the 1B shape's 1.24e9 on an H100
+# For a weight of an expert in a step of training, whichever tokens come: it is made from its code, cast and read, and so is
+# its gradient. An H200 took 0.27 s a step for 3.6e9 of them, of which 0.10 are the arithmetic of the parameters that a token
+# meets (eval/results/speed-30b-a3b-h200.json).
+EXPERT_SECONDS = 4.7e-11
 # To predict what a weight in trellis codes loses, at all widths, by device type: mostly factors of Hessians. One CPU core
 # takes 0.15 to 0.33 us for matrices of bench-32m's size, 1.3 for one of 4096 x 1024. An H100 took 6.2 ns for one of
 # 14336 x 4096, 2.9 for one of 4096 x 4096, when a product with the Hessian was part of it.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from eval.shapes import config_of
 from requant.formats.grid import Grid
 from requant.pipeline import quantize
 from requant.pipeline.planning.costs import Costs
@@ -258,6 +259,21 @@ def test_the_plan_of_a_1b_shape_is_what_an_h200_took(tmp_path: Path, monkeypatch
         planned = sum(stage.seconds for stage in chosen)
         assert planned == pytest.approx(sum(took[stage.name] for stage in chosen), rel=0.1)
     assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / results["peak_bytes"] <= 1.15
+
+
+def test_the_plan_of_a_mixture_is_what_an_h200_took(tmp_path: Path, monkeypatch) -> None:
+    """Training within a tenth, memory within 15 % and not less: of the experts, a token meets a sixteenth."""
+    results = json.loads((ROOT / "eval" / "results" / "speed-30b-a3b-h200.json").read_text())
+    took = results["run_30b-a3b_share_of_8"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config_of("30b-a3b", share=8).save_pretrained(tmp_path)
+    recipe = dataclasses.replace(default_recipe(str(tmp_path), None, gpu=True), budget=Budget(bits=2.0))
+    learned = took["recipe"]["finetune"] | {"train_windows": 512}
+    recipe = dataclasses.replace(recipe, finetune=Finetune(**learned))
+    shaped = outline(str(tmp_path), recipe, dtype="bfloat16", device="cuda")
+    stages = {stage.name: stage.seconds for stage in expected_stages(shaped, shaped.recipe, "cuda")}
+    assert stages["fine-tuning"] == pytest.approx(took["fine-tuning stage, seconds"], rel=0.1)
+    assert 1 <= expected_memory(shaped, shaped.recipe, "cuda") / took["peak_bytes"] <= 1.15
 
 
 @pytest.mark.parametrize("gpus, run", [(1, "one GPU"), (2, "two GPUs")])
