@@ -20,7 +20,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -33,6 +32,7 @@ from requant.errors import ModelError, NumericalError, TextError
 from requant.evaluation.original import OriginalLogits
 from requant.progress import tracked
 from requant.text.sources import Text
+from requant.text.windows import check_has_rows
 
 RISE = 0.25  # nats a token: by how much loss may be higher in the second half of windows without a warning
 CERTAIN = 4.0  # standard errors of that rise
@@ -216,13 +216,7 @@ def _check_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> Non
             f"a context of {windows.shape[1]} tokens is longer than the model's {positions} positions: "
             f"set --context {positions} or less."
         )
-    embedding: Any = model.get_input_embeddings()
-    rows: int = embedding.num_embeddings
-    if (largest := int(windows.max())) >= rows:
-        raise TextError(
-            f"the text holds token {largest}, and the model's embedding has {rows} rows: "
-            "use the tokenizer of this model."
-        )
+    check_has_rows(windows, model)
 
 
 def _logits(

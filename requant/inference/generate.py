@@ -15,6 +15,7 @@ from requant.models.loading import (
     resolve_source,
 )
 from requant.text.chat import ChatTemplate
+from requant.text.windows import check_has_rows
 
 
 @on_its_gpu
@@ -58,6 +59,7 @@ def generate_text(
             "positions; shorten one of them."
         )
     model: Any = open_served(folder, device=where, dtype=dtype)
+    check_has_rows(tokens["input_ids"], model)
     ends = model.generation_config.eos_token_id
     written = generate_tokens(
         model,

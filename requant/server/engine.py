@@ -31,6 +31,7 @@ from requant.server.protocol import ApiError, Limits, Sampling, TokenLogprob
 from requant.server.text_stream import TextStream, token_text
 from requant.text.chat import ChatTemplate
 from requant.text.sampling import sample_next
+from requant.text.windows import check_has_rows
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,10 @@ class Engine:
                 code="context_length_exceeded",
                 param="max_tokens",
             )
+        try:
+            check_has_rows(torch.tensor(prompt, dtype=torch.int64), self.model)
+        except TextError as error:
+            raise ApiError(str(error)) from error
         job = Job(prompt, sampling, None if matcher is None else matcher.deep_copy())
         if self._closed.is_set():
             raise _closing()

@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,6 +65,16 @@ def token_windows(
     total = tokens.numel() // seq_len
     windows = tokens[: total * seq_len].view(total, seq_len)
     return windows if num_samples is None else spread(windows, num_samples, of=text.name)
+
+
+def check_has_rows(tokens: Int64[Tensor, "..."], model: PreTrainedModel) -> None:
+    """Raise TextError for a token that the model's embedding has no row for: a GPU would only say that an index is wrong."""
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.num_embeddings
+    if tokens.numel() and (largest := int(tokens.max())) >= rows:
+        raise TextError(
+            f"the text holds token {largest}, and the model's embedding has {rows} rows: use the tokenizer of this model."
+        )
 
 
 def check_holds_a_window(text: Text, tokens: int, seq_len: int) -> None:

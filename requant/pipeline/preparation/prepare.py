@@ -50,7 +50,7 @@ from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
 from requant.run.workspace import Workspace
 from requant.text.sources import Text
-from requant.text.windows import spread
+from requant.text.windows import check_has_rows, spread
 
 logger = logging.getLogger(__name__)
 OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
@@ -114,6 +114,8 @@ def prepare(
                 try_compiler(opened.model, recipe.finetune.num_steps)
             texts = pending.result()
     windows, train_windows = _draw_windows(texts, recipe)
+    for each in (windows, train_windows, texts.eval_windows):
+        check_has_rows(each, opened.model)
     _warn_of_overlap(texts)
     recipe, lacking = _training_that_fits(
         opened.model, opened.targets, recipe, train_windows, by_default, device=device, hosted=hosted

@@ -197,6 +197,15 @@ def test_prompts_that_cannot_be(checkpoint: str) -> None:
         generate_text(checkpoint, "abc", max_new_tokens=1, **(settings | {"seed": 1 << 63}))
 
 
+def test_a_prompt_beyond_the_vocabulary(tiny_folder, tiny_model, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    model = tiny_model("llama")
+    model.resize_token_embeddings(5)
+    model.save_pretrained(folder)
+    with pytest.raises(TextError, match="and the model's embedding has 5 rows: use the tokenizer"):
+        generate_text(folder, "abc", max_new_tokens=1, temperature=0.0, seed=0, device="cpu", dtype="auto")
+
+
 def test_inspection(result, checkpoint: str) -> None:
     found = inspection(checkpoint)
     data = json.loads(json.dumps(found.to_dict()))

@@ -109,6 +109,13 @@ def test_a_length_that_was_not_asked_for_fits_the_context(url: str, chatty) -> N
     )
 
 
+def test_a_token_that_the_model_lacks(url: str, model, monkeypatch) -> None:
+    monkeypatch.setattr(model.get_input_embeddings(), "num_embeddings", 5)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "zzz"})
+    assert answer.status_code == 400
+    assert "the model's embedding has 5 rows: use the tokenizer" in answer.json()["error"]["message"]
+
+
 def test_what_openai_ignores_is_ignored(client) -> None:
     answer = client.completions.create(
         model="tiny",

@@ -107,6 +107,16 @@ def test_nan_in_gradients_is_found(tiny_model, tokenizer, tiny_text_file: Path) 
         requant.quantize(model, RECIPE, tiny_text_file, tokenizer=tokenizer)
 
 
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tiny_model, tokenizer, tiny_text_file: Path) -> None:
+    model = tiny_model("llama")
+    model.resize_token_embeddings(20)
+    for mode in ("dense", "best"):
+        with pytest.raises(
+            TextError, match=r"the text holds token \d+, and the model's embedding has 20 rows: use the tok"
+        ):
+            requant.quantize(model, changed(mode=mode), tiny_text_file, tokenizer=tokenizer)
+
+
 def test_save_refuses_a_folder_that_exists(run, tmp_path: Path) -> None:
     result = run(changed(mode="dense", method="rtn"))
     (tmp_path / "out").mkdir()
