@@ -16,6 +16,8 @@ from requant.pipeline.preparation.recipe_targets import all_experts_counts
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, Weights
 
+MANY_NODES = ("gauss4", "plain32")  # of PQI's integral
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizedModel:
@@ -52,6 +54,17 @@ class QuantizedModel:
         return self.prepared.tokenizer
 
     @property
+    def _what_of_that(self) -> str:
+        if any(isinstance(module, Experts) for module in self.model.modules()):
+            return (
+                "the loss of a mixture jumps where a token changes its experts, which no gradient sees and more nodes do "
+                "not change; the ranking leaves these jumps out."
+            )
+        if self.recipe.sensitivity.nodes in MANY_NODES:
+            return "more nodes are not likely to help; do not trust the ranking."
+        return "use more nodes (sensitivity.nodes: gauss4) before trusting the ranking."
+
+    @property
     def warnings(self) -> list[str]:
         """What to know before trusting the result, a sentence each."""
         found = []
@@ -62,13 +75,7 @@ class QuantizedModel:
         disagreement = self.diagnosis.disagreement
         if disagreement is not None and disagreement > DISAGREEMENT:
             found.append(
-                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: "
-                + (
-                    "the loss of a mixture jumps where a token changes its experts, which no gradient sees and more nodes "
-                    "do not change; the ranking leaves these jumps out."
-                    if any(isinstance(module, Experts) for module in self.model.modules())
-                    else "use more nodes (sensitivity.nodes: gauss4) before trusting the ranking."
-                )
+                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: {self._what_of_that}"
             )
         if self.allocation is not None and self.allocation.unspent > TOLERANCE:
             found.append(

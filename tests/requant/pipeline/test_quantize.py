@@ -271,6 +271,11 @@ def test_a_disagreement_is_said(run) -> None:
     disagreement, warnings = found(scores, 0.25)  # 0.05 of 0.25
     assert disagreement == pytest.approx(0.2)
     assert len(warnings) == 1 and "differs from the measured dF by 20.0%: use more nodes" in warnings[0]
+    many = dataclasses.replace(result.recipe, sensitivity=Sensitivity(nodes="gauss4"))
+    (warning,) = dataclasses.replace(result, recipe=many, diagnosis=dataclasses.replace(
+        result.diagnosis, predicted={"pqi": scores}, delta_loss=0.25, other_params_delta=0.0,
+    )).warnings  # fmt: skip
+    assert "more nodes are not likely to help" in warning
     disagreement, warnings = found(scores, 0.202)  # 0.002 of 0.202: below the two percent that are tolerated
     assert disagreement == pytest.approx(0.0099, abs=1e-5) and warnings == []
     assert found(scores, 0.25, 0.05) == (pytest.approx(0.0), [])  # fine-tuned parameters explain the rest
