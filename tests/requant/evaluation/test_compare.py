@@ -203,7 +203,9 @@ def test_a_prompt_beyond_the_vocabulary(tiny_folder, tiny_model, tmp_path: Path)
     model.resize_token_embeddings(5)
     model.save_pretrained(folder)
     with pytest.raises(TextError, match="and the model's embedding has 5 rows: use the tokenizer"):
-        generate_text(folder, "abc", max_new_tokens=1, temperature=0.0, seed=0, device="cpu", dtype="auto")
+        generate_text(
+            str(folder), "abc", max_new_tokens=1, temperature=0.0, seed=0, device="cpu", dtype="auto"
+        )
 
 
 def test_inspection(result, checkpoint: str) -> None:
