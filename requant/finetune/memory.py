@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from requant.calibration.batches import tokens_at_once
+from requant.calibration.batches import tokens_at_once as tokens_of_a_batch
 from requant.calibration.experts import share_of_experts
 from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
@@ -228,7 +228,7 @@ class TrainingMemory:
             kept += copied_to_sum(learning, min(of.largest, learning), gpus=self.gpus)
         a_token = bytes_of_a_token(self.model, self.targets, device=device, compiled=self._compiled)
         if not self.gpu:
-            return kept + tokens_at_once(self.model, self._tokens // length, length, gpu=False) * a_token
+            return kept + tokens_of_a_batch(self.model, self._tokens // length, length, gpu=False) * a_token
         at_once = 0
         if not at_least:
             at_once = windows_that_fit(self.device_memory - kept, a_token, length, self.settings)

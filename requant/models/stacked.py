@@ -15,7 +15,7 @@ from torch import Tensor
 def stacked(tensors: Sequence[Tensor]) -> Shaped[Tensor, "e ..."]:
     """Tensors of one shape and dtype along a new first axis, differentiable. What is returned must not be changed."""
     if lie_in_a_row(tensors):
-        return _InPlace.apply(*tensors)
+        return _OneView.apply(*tensors)
     return torch.stack(list(tensors))
 
 
@@ -35,7 +35,7 @@ def lie_in_a_row(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-class _InPlace(torch.autograd.Function):
+class _OneView(torch.autograd.Function):
     """The same memory, seen as one tensor."""
 
     @staticmethod

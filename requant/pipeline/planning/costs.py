@@ -197,13 +197,13 @@ class Costs:
             kept = training_memory(prepared, recipe, self.device).graphs_kept(coded)
             again = 1 - kept / len(find_blocks(prepared.model)[1])
         rate = self.rate * (COMPILED if self.compiled else 1.0)
-        parameters = self.parameters  # that a token meets
-        of_experts = sum(target.size for target in prepared.targets if target.experts is not None)
+        # parameters that a token meets: on a CPU, where nothing was measured, all
+        met, of_experts = float(self.parameters), 0
         if self.device == "cuda":
-            parameters -= of_experts * (1 - share_of_experts(prepared.model, prepared.targets))
-        seconds = steps * (3 + again) * 2 * parameters * tokens_of_step(prepared, recipe) / rate
-        if self.device == "cuda":
-            seconds += steps * EXPERT_SECONDS * of_experts
+            of_experts = sum(target.size for target in prepared.targets if target.experts is not None)
+            met -= of_experts * (1 - share_of_experts(prepared.model, prepared.targets))
+        arithmetic = (3 + again) * 2 * met * tokens_of_step(prepared, recipe) / rate
+        seconds = steps * (arithmetic + EXPERT_SECONDS * of_experts)
         if prepared.hosted and recipe.finetune.trains:
             # codes that are decoded in every step, forward and backward
             gpus = count_gpus(prepared)
