@@ -11,21 +11,24 @@ checked, or is wrong on this machine, it is not used, and the log says so.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.prefill import supports as supports_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
-from requant_kernels.experts.step import experts_step, supports
+from requant_kernels.experts.step import experts_step, input_form, supports
 from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
+from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.operands import RotatedActivations
 from torch import Tensor
 
 from requant.inference.kernel_check import TritonError
 from requant.inference.kernel_layers import KernelLinear
+from requant.inference.router import Router, router_of
 from requant.models.experts import Expert, Experts
 
 CHECKED_TOKENS, CHECKED_PROMPT, CHECKED_EXPERTS = 5, 200, 2
@@ -37,18 +40,35 @@ logger = logging.getLogger(__name__)
 class ExpertsStep:
     """`Experts.step` of a layer by the kernels."""
 
-    def __init__(self, layer: Experts) -> None:
+    def __init__(self, layer: Experts, widths: "Widths | None" = None) -> None:
+        """`widths`: of all layers of the model."""
         expert: Any = layer[0]
         if not expert.has_gate:
             raise ValueError("only experts with a gate have a step for all of them")
         gates, ups, downs = ([each.get_submodule(name) for each in layer] for name in layer.names)
-        self.gate_up, self.down = _stacked([*gates, *ups], parts=2), _stacked(downs, parts=1)
+        self.gate_up, self.down = (
+            _stacked(linears, parts=parts, widths=widths or {})
+            for linears, parts in (([*gates, *ups], 2), (downs, 1))
+        )
         self.gated = None if is_silu(expert) else expert.gated
+        self.input_form, self.input_scales = input_form(self.gate_up), self.gate_up.layout.input_scales
+        self.router: Router | None = None  # where the kernels choose experts as the model does
 
     def __call__(
         self, x: Float[Tensor, "m h"], experts: Int64[Tensor, "m s"], weights: Float[Tensor, "m s"]
     ) -> Float[Tensor, "m h"]:
         return _uncompiled(x.contiguous(), self.gate_up, self.down, experts, weights, gated=self.gated)
+
+    def add(
+        self,
+        x: RotatedActivations,
+        experts: Int[Tensor, "m s"],
+        weights: Float[Tensor, "m s"],
+        *,
+        into: Float[Tensor, "m h"],
+    ) -> None:
+        """Add what the experts make of activations that are rotated already, in `input_form` and with `input_scales`."""
+        _uncompiled(x, self.gate_up, self.down, experts, weights, gated=self.gated, into=into)
 
     @property
     def device(self) -> torch.device:
@@ -101,10 +121,12 @@ def group_experts(model: Any) -> None:
     """Give every layer of experts, whose matrices are the kernels' already, its step for few tokens, and its prefill."""
     refused: Counter[tuple[str, str]] = Counter()
     reasons: dict[tuple[Any, ...], str | None] = {}  # of what was checked, by kind
-    for layer in (module for module in model.modules() if isinstance(module, Experts)):
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    widths = widths_of(layers)
+    for layer in layers:
         layer.step = layer.prefill = None
         try:
-            step = ExpertsStep(layer)
+            step = ExpertsStep(layer, widths)
         except ValueError as reason:
             refused["layers of experts are", str(reason)] += 1
             continue
@@ -122,8 +144,25 @@ def group_experts(model: Any) -> None:
             layer.prefill = prefill
         elif key in reasons:
             refused["prompts of layers of experts are", str(reasons[key])] += 1
+    for mixture in model.modules():
+        step = getattr(getattr(mixture, "experts", None), "step", None)
+        if isinstance(step, ExpertsStep):
+            step.router = router_of(mixture)
     for (what, reason), count in refused.items():
         logger.warning("%d %s served expert by expert, which is slow: %s", count, what, reason)
+
+
+Widths = Mapping[tuple[int, int], Iterable[float]]  # rows and columns of a matrix -> bits
+
+
+def widths_of(layers: Iterable[Experts]) -> Widths:
+    """The bits of the experts' matrices by their size, over all layers: those share programs."""
+    found: dict[tuple[int, int], set[float]] = {}
+    for linear in (module for layer in layers for module in layer.modules()):
+        if isinstance(linear, KernelLinear) and isinstance(linear.layout, TrellisLayout):
+            layout = linear.layout
+            found.setdefault((layout.n, layout.k), set()).add(layout.bits)
+    return found
 
 
 def _refusal(check: Callable[..., None], served: Any, layer: Experts, dtype: torch.dtype) -> str | None:
@@ -135,14 +174,16 @@ def _refusal(check: Callable[..., None], served: Any, layer: Experts, dtype: tor
     return None
 
 
-def _stacked(linears: Sequence[Any], *, parts: int) -> ExpertStack:
+def _stacked(linears: Sequence[Any], *, parts: int, widths: Widths) -> ExpertStack:
     """The stack of these layers' matrices, whose codes become views of it."""
     if not all(isinstance(linear, KernelLinear) and linear.trellis for linear in linears):
         raise ValueError("only trellis codes have a step for all experts")
     if not supports(linears[0].packed_codes.device):
         raise ValueError("this GPU takes no inline PTX")
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    stack = stack_experts([linear.layout for linear in linears], parts=parts, biases=biases or None)
+    layouts = [linear.layout for linear in linears]
+    known = widths.get((layouts[0].n, layouts[0].k))
+    stack = stack_experts(layouts, parts=parts, biases=biases or None, widths=known)
     for index, linear in enumerate(linears):
         linear.packed_codes, linear.held = stack.codes(index), None
     return stack
@@ -158,7 +199,10 @@ def is_silu(expert: Expert) -> bool:
 def _check_step(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
     """Raises ValueError where the step is not what the layer's experts compute one by one."""
     x, chosen, weights, wanted = _example(step, layer, dtype, CHECKED_TOKENS)
-    for part in (slice(0, 1), slice(None)):  # launches of one token differ from those of several
+    parts = slice(0, 1), slice(None)  # launches of one token differ from those of several
+    if x.is_cuda:
+        compile_ahead(lambda: [step(x[part], chosen[part], weights[part]) for part in parts])
+    for part in parts:
         _compare(lambda part=part: step(x[part], chosen[part], weights[part]), wanted[part])
 
 

@@ -15,7 +15,8 @@ Here they are the kernels of `requant_kernels/step`; matrices, embedding and hea
 (`PlainBlock`). If all matrices of the blocks are trellis codes, the rotations around them are fused too
 (`trellis_block.py`), and those of an embedding and a head in such codes (`trellis_ends.py`).
 
-The experts of a mixture, with their router, remain the model's own modules (`MixtureBlock`).
+The experts of a mixture, with their router, are the model's own modules (`MixtureBlock`) unless they and the attention's
+matrices are trellis codes.
 
 Whether a model qualifies is decided first by the names of its modules, then by numbers: `Decoder` compares the logits of one
 step with the model's own, and keeps the model's step if they differ (for instance because a block scales its residuals).
@@ -43,7 +44,7 @@ from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 from requant.inference.trellis_ends import TrellisHead, TrellisInputs, trellis_head, trellis_inputs
-from requant.models.experts import Experts
+from requant.models.experts import has_experts
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
@@ -74,7 +75,7 @@ class FusedStep:
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             step: Any = block
             delta = step(x, delta, cos, sin, layer, cache.length)
-        if self.head is not None and isinstance(delta, Product):
+        if self.head is not None and (delta is None or isinstance(delta, Product)):
             return self.head(x, delta, self.model.base_model.norm)
         return self.model.get_output_embeddings()(normalized(x, delta, self.model.base_model.norm))
 
@@ -240,17 +241,10 @@ def fused_blocks(model: Any, rows: int, *, rotations: bool = True) -> list[Block
     activation = activations.pop() if len(activations) == 1 else None
     if activation is None or model.get_output_embeddings() is None:
         return []
-    if any(map(has_experts, blocks)):
-        return [
-            [
-                MixtureBlock(block, MIXTURE) if has_experts(block) else PlainBlock(block, activation)
-                for block in blocks
-            ]
-        ]
     rotations = rotations and turns_whole_heads(base, blocks)
     trellises = [trellis_block(block, activation, rows) for block in blocks] if rotations else [None]
     found = [block for block in trellises if block is not None]
-    plain = [PlainBlock(block, activation) for block in blocks]
+    plain = [(MixtureBlock if has_experts(block) else PlainBlock)(block, activation) for block in blocks]
     return [found, plain] if len(found) == len(blocks) else [plain]
 
 
@@ -280,11 +274,6 @@ def turns_whole_heads(base: Any, blocks: Sequence[Any]) -> bool:
     """Whether RoPE turns all values of a head, not the first of them alone."""
     frequencies = getattr(base.rotary_emb, "inv_freq", None)
     return frequencies is None or 2 * len(frequencies) == getattr(blocks[0].self_attn, "head_dim", 0)
-
-
-def has_experts(block: nn.Module) -> bool:
-    """Whether a block's MLP is a mixture of experts that are unfused (`requant.models.experts`)."""
-    return isinstance(getattr(getattr(block, "mlp", None), "experts", None), Experts)
 
 
 def children_of(module: nn.Module) -> set[str]:

@@ -15,6 +15,8 @@ for more. Matrices that read the same activations need the same input scales, wh
 quantize` made: their signs follow from the recipe's seed. Matrices of equal bits are one matrix for the kernels
 (`convert.py`); those of different widths, as a budget may give them, take one launch up to eight sequences (16 on GPUs
 before Hopper), and one per width beyond, which overlap.
+
+What follows the attention is `TrellisMLP`, or for a mixture of experts `trellis_mixture.py`.
 """
 
 from collections.abc import Sequence
@@ -37,22 +39,18 @@ from torch import Tensor, nn
 
 from requant.inference.kernel_layers import KernelLinear, Sibling
 from requant.inference.prompt_attention import attend_prompt
+from requant.inference.trellis_mixture import TrellisMixture, trellis_mixture
+from requant.models.experts import has_experts
 
 
 class TrellisBlock:
     """A block for steps of a number of sequences, by `trellis_block`."""
 
     def __init__(
-        self,
-        block: Any,
-        activation: str,
-        readers: "tuple[Readers, Readers, Readers]",
-        *,
-        splits: bool = False,
+        self, block: Any, qkv: "Readers", mlp: "TrellisMLP | TrellisMixture", *, splits: bool = False
     ) -> None:
         """`splits`: o combines the parts of the attention of one sequence."""
-        self.block, self.activation, self.splits = block, activation, splits
-        self.qkv, self.gate_up, self.down = readers
+        self.block, self.qkv, self.mlp, self.splits = block, qkv, mlp, splits
 
     def __call__(
         self,
@@ -63,9 +61,9 @@ class TrellisBlock:
         layer: Any,
         position: Tensor,
         past: int | None = None,
-    ) -> Product:
-        """What the block adds to x last, still to be finished; x becomes what it has added before. `past`: as in
-        `PlainBlock`."""
+    ) -> Product | None:
+        """What the block adds to x last, still to be finished, or None where it has been added; x becomes what it has added
+        before. `past`: as in `PlainBlock`."""
         module = self.block.self_attn
         q, k, v = self.before_attention(x, delta)
         scale = getattr(module, "scaling", layer.keys.shape[-1] ** -0.5)
@@ -88,12 +86,21 @@ class TrellisBlock:
 
     def after_attention(
         self, x: Float[Tensor, "b d"], output: Float[Tensor, "b q"] | SplitAttention
-    ) -> Product:
-        """What the MLP adds to x, which becomes what it is after the attention."""
+    ) -> Product | None:
+        """What the MLP adds to x, which becomes what it is after the attention, or with None has it added."""
         o = self.block.self_attn.o_proj
-        delta = product(output, layout_of(o), o.bias)
-        y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
-        gate, up = self.gate_up.products(y)
+        return self.mlp(x, product(output, layout_of(o), o.bias))
+
+
+class TrellisMLP:
+    """The second half of a block, after o."""
+
+    def __init__(self, norm: Any, activation: str, gate_up: "Readers", down: "Readers") -> None:
+        self.norm, self.activation, self.gate_up, self.down = norm, activation, gate_up, down
+
+    def __call__(self, x: Float[Tensor, "b d"], delta: Product) -> Product:
+        """What it adds to x, which becomes x + delta."""
+        gate, up = self.gate_up.products(self.gate_up.normalized(x, delta, self.norm))
         h = rotated_gate.rotated_gate(
             gate, up, self.activation, x.dtype, input_scales=self.down.input_scales, form=self.down.form
         )
@@ -111,6 +118,7 @@ class Readers:
         forms = [activation_form(layout, sequences) for layout in layouts]
         self.form = common_form(cast("list[ActivationForm]", forms))
         self.input_scales = cast(Tensor, layouts[0].input_scales)
+        self.share_form = shares_form(layouts)
 
     def normalized(self, x: Float[Tensor, "b d"], delta: Product | None, norm: Any) -> RotatedActivations:
         """The norm of x + delta, which x becomes, rotated."""
@@ -130,33 +138,48 @@ class Readers:
 def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisBlock | None:
     """A qualified block (`fused_step.qualifies`) for steps of so many sequences; None where a matrix is not a trellis
     that is rotated on both sides, or of a size that the kernels do not take."""
-    layers = [
-        [getattr(block.get_submodule(parent), name, None) for name in names] for parent, names in MATRICES
-    ]
-    if not all(is_rotated_trellis(layer, sequences) for group in layers for layer in group):
-        return None
-    qkv, o, gate_up, down = cast("list[list[KernelLinear | Sibling]]", layers)
-    head_dim = getattr(block.get_submodule("self_attn"), "head_dim", 0)
+    attention = block.get_submodule("self_attn")
+    qkv, o = _trellises(attention, QKV, sequences), _trellises(attention, ("o_proj",), sequences)
+    head_dim = getattr(attention, "head_dim", 0)
     if not (
-        isinstance(o[0], KernelLinear)
+        qkv
+        and o
+        and isinstance(o[0], KernelLinear)
         and rotated_norm.supports(o[0].out_features)
-        and rotated_gate.supports(down[0].in_features)
         and rotated_rope.supports(head_dim, tuple(layer.out_features for layer in qkv))
     ):
         return None
-    readers = Readers(qkv, sequences), Readers(gate_up, sequences), Readers(down, sequences)
-    if not all(shares_form([layout_of(matrix) for matrix in own.matrices]) for own in readers):
+    readers = Readers(qkv, sequences)
+    mlp = (trellis_mixture if has_experts(block) else _trellis_mlp)(block, activation, sequences)
+    if mlp is None or not readers.share_form:
         return None
     splits = sequences == 1 and combines_parts(layout_of(o[0]))
-    return TrellisBlock(block, activation, readers, splits=splits)
+    return TrellisBlock(block, readers, mlp, splits=splits)
 
 
-MATRICES = (
-    ("self_attn", ("q_proj", "k_proj", "v_proj")),
-    ("self_attn", ("o_proj",)),
-    ("mlp", ("gate_proj", "up_proj")),
-    ("mlp", ("down_proj",)),
-)
+def _trellis_mlp(block: nn.Module, activation: str, sequences: int) -> TrellisMLP | None:
+    mlp = block.get_submodule("mlp")
+    gate_up = _trellises(mlp, ("gate_proj", "up_proj"), sequences)
+    down = _trellises(mlp, ("down_proj",), sequences)
+    if not (gate_up and down and rotated_gate.supports(down[0].in_features)):
+        return None
+    readers = Readers(gate_up, sequences), Readers(down, sequences)
+    if not all(own.share_form for own in readers):
+        return None
+    return TrellisMLP(block.get_submodule("post_attention_layernorm"), activation, *readers)
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _trellises(
+    parent: nn.Module, names: Sequence[str], sequences: int
+) -> "list[KernelLinear | Sibling] | None":
+    """The layers with these names; None where one is not a trellis for the kernels of so many sequences."""
+    layers = [getattr(parent, name, None) for name in names]
+    if not all(is_rotated_trellis(layer, sequences) for layer in layers):
+        return None
+    return cast("list[KernelLinear | Sibling]", layers)
 
 
 def head_norms(attention: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class TrellisHead:
         self.form = common_form([activation_form(layout, sequences) for layout in bands])
         self.input_scales = bands[0].input_scales
 
-    def __call__(self, x: Float[Tensor, "b d"], delta: Product, norm: Any) -> Float[Tensor, "b v"]:
+    def __call__(self, x: Float[Tensor, "b d"], delta: Product | None, norm: Any) -> Float[Tensor, "b v"]:
         y = rotated_norm(
             x, delta, norm.weight, norm.variance_epsilon, input_scales=self.input_scales, form=self.form
         )

@@ -220,6 +220,12 @@ def fused_again(layer: Experts, tensor_of: Callable[[int, str, str], Tensor]) ->
     return found
 
 
+def has_experts(block: nn.Module) -> bool:
+    """Whether a block's MLP is a mixture of experts, unfused or as transformers holds them."""
+    experts = getattr(getattr(block, "mlp", None), "experts", None)
+    return isinstance(experts, Experts) or _is_fused(experts)
+
+
 def fuses_experts(conversion: Any) -> bool:
     """Whether a conversion that transformers applies to weight files makes fused experts of single ones."""
     from transformers.core_model_loading import WeightConverter  # late: see `integrations/transformers.py`

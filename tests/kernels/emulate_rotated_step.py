@@ -100,9 +100,11 @@ def check_norms() -> None:
             assert ((got - wanted).norm() / wanted.norm()).item() < HALF, what
         else:
             form = form_of(kind, width)
-            got = rotated_norm(x, given, weight, 1e-5, input_scales=signs, form=form)
+            plain = torch.empty_like(x) if first or biased else None
+            got = rotated_norm(x, given, weight, 1e-5, input_scales=signs, form=form, plain=plain)
             assert isinstance(got, RotatedActivations)
             check_activations(got, form, wanted * signs.double(), what)
+            assert plain is None or ((plain - wanted).norm() / wanted.norm()).item() < HALF, what
         assert ((x - total).norm() / total.norm()).item() < HALF, f"{what}: the stream"
 
 

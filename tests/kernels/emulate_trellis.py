@@ -11,7 +11,7 @@ from cases import multiplied_values, random_csr, random_trellis, relative_error,
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.stack import stack_experts
-from requant_kernels.experts.step import experts_step
+from requant_kernels.experts.step import experts_step, input_form
 from requant_kernels.fallback import reference
 from requant_kernels.trellis import gemv, gemv_kernel
 from requant_kernels.trellis.dequantize import dequantize
@@ -127,15 +127,16 @@ def check_groups() -> None:
 
 
 EXPERTS = [
-    ("mul1", (2,), 256, 48, 4, 1, 2, False),  # the first product rotates the token itself
+    ("mul1", (2,), 256, 48, 4, 1, 2, False),
     ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
     ("pair", (2, 1), 512, 256, 3, 2, 3, False),
-    ("3inst", (2, 5), 64, 48, 3, 2, 1, False),
+    ("3inst", (2, 5), 64, 40, 3, 2, 1, False),  # gate and ups are finished by launches of their own
 ]
 
 
 def check_experts() -> None:
-    """A step of a mixture beside its experts one by one: shapes, widths of codes, rotations fused or not, biases, gates."""
+    """A step of a mixture beside its experts one by one: shapes, widths of codes, rotations fused or not, biases, gates; and
+    of a rotated token, added to what is there."""
     for code, widths, h, f, experts, m, s, biased in selected(EXPERTS, one_of=4):
         ALLOCATED.clear()
         signs = {k: (torch.randint(0, 2, (k,)) * 2 - 1).half() for k in (h, f)}
@@ -149,7 +150,9 @@ def check_experts() -> None:
             [matrix(h, f, i) for i in range(experts)],
         )
         biases = [torch.randn(f).half() for _ in gates_and_ups] if biased else None
-        first = stack_experts(gates_and_ups, parts=2, biases=biases)
+        first = stack_experts(
+            gates_and_ups, parts=2, biases=biases, widths=(1.5, *widths)
+        )  # of another layer
         second = stack_experts(
             downs, parts=1, biases=[torch.randn(h).half() for _ in downs] if biased else None
         )
@@ -178,9 +181,16 @@ def check_experts() -> None:
             wanted[t] += weights[t, j] * (
                 reference.linear(hidden.half(), downs[e], None)[0].double() + bias[2]
             )
-        for gated in (None, silu_times):
-            got = experts_step(x, first, second, chosen, weights, gated=gated, asm=False)
-            error = relative_error(got, wanted)
+        given = rotate_activations(x, first.layout, input_form(first), asm=False)
+        ALLOCATED.extend((given.values, wanted, weights, chosen))
+        for gated, rotated_x in ((None, True), (silu_times, False)):
+            into = torch.randn(m, h).half() if rotated_x else None
+            start = 0 if into is None else into.double()
+            got = experts_step(
+                given if rotated_x else x, first, second, chosen, weights, gated=gated, into=into, asm=False
+            )
+            error = relative_error(got - start, wanted)
+            assert into is None or got is into
             assert error < 2e-3, f"experts of {code} {widths} are off by {error:.1e}"
 
 

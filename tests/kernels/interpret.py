@@ -7,6 +7,7 @@ import torch
 from case_selection import selected
 from cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error, rotated
 from requant_kernels import GridLayout, pack_trellis
+from requant_kernels.experts.router import choose_experts
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
 from requant_kernels.scalar.dequantize import dequantize
@@ -274,6 +275,28 @@ def check_permuted() -> None:
         assert relative_error(permuted, want.double()) < 1e-6
 
 
+def check_router() -> None:
+    """Experts and weights as torch's: softmax, top k, and normalized; of equal logits the first; a number that is none."""
+    for m, k, experts, chosen, normalized in (
+        (3, 200, 128, 8, True),
+        (1, 64, 60, 4, False),
+        (2, 48, 8, 1, True),
+    ):
+        y, weight = torch.randn(m, k).half(), torch.randn(experts, k).half()
+        found, weights = choose_experts(y, weight, chosen, normalized=normalized)
+        logits = (y.float() @ weight.float().T).half().float()
+        wanted, indices = logits.softmax(-1).topk(chosen)
+        assert torch.equal(found.long(), indices)
+        wanted = wanted / wanted.sum(-1, keepdim=True) if normalized else wanted
+        assert relative_error(weights, wanted.double()) < 1e-3
+    found, _ = choose_experts(torch.ones(1, 16).half(), torch.ones(20, 16).half(), 3, normalized=True)
+    assert found.tolist() == [[0, 1, 2]]
+    found, _ = choose_experts(
+        torch.full((1, 16), math.nan).half(), torch.ones(20, 16).half(), 3, normalized=True
+    )
+    assert found.min() >= 0 and found.max() < 20
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -327,6 +350,7 @@ def main() -> None:
         error = relative_error(trellis_dense(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
+    check_router()
     check_permuted()
     check_unrotated()
     check_rows()

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 import requant
 from requant.inference.decode import Decoder
+from requant.inference.trellis_block import TrellisBlock
+from requant.inference.trellis_mixture import TrellisMixture
 from requant.models.experts import Experts
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
@@ -22,9 +24,11 @@ pytest.importorskip("triton")
 from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import bytes_of_row, experts_prefill
+from requant_kernels.experts.router import choose_experts
 from requant_kernels.experts.stack import ExpertStack, stack_experts
-from requant_kernels.experts.step import experts_step
+from requant_kernels.experts.step import experts_step, input_form
 from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
+from requant_kernels.trellis.gemv import rotate_activations
 
 pytestmark = pytest.mark.gpu
 
@@ -193,8 +197,11 @@ def choose(m: int, s: int, experts: int) -> Tensor:
     [
         ("mul1", (2,), 2048, 768, 16, 8),
         ("mul1", (2, 2.25, 3, 4), 256, 256, 16, 2),
+        ("mul1", (2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 4), 2048, 768, 16, 8),
         ("pair", (2, 1), 2048, 768, 8, 4),
+        ("pair", (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3), 2048, 768, 16, 8),
         ("3inst", (2,), 512, 320, 4, 2),
+        ("3inst", (2, 5), 512, 40, 4, 2),
         ("mul1", (3,), 1000, 48, 4, 2),
         ("mul1", (2,), 8192, 1408, 4, 2),
     ],
@@ -211,6 +218,25 @@ def test_a_step_is_that_of_its_experts_one_by_one(
         assert relative_error(got, one_by_one(x, matrices, chosen, weights).double()) < 1e-2
         for _ in range(10):
             assert torch.equal(got, experts_step(x, gate_up, down, chosen, weights))
+        rotated, into = rotate_activations(x, gate_up.layout, input_form(gate_up)), torch.ones_like(x)
+        added = experts_step(rotated, gate_up, down, chosen.int(), weights, into=into)
+        assert added is into and torch.equal(into, 1 + got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_router_chooses_as_torch_does(dtype: torch.dtype, normalized: bool) -> None:
+    torch.manual_seed(0)
+    for m, k, experts, chosen in ((1, 2048, 128, 8), (16, 4096, 8, 2), (64, 7168, 256, 8), (3, 200, 60, 4)):
+        y, weight = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (m, experts))
+        found, weights = choose_experts(y, weight / k**0.5, chosen, normalized=normalized)
+        logits = (y.double() @ (weight / k**0.5).double().T).to(dtype).float()
+        wanted = logits.softmax(-1)
+        largest = wanted.topk(chosen).values
+        total = largest.sum(-1, keepdim=True) if normalized else 1.0
+        assert all(len(set(row)) == chosen for row in found.tolist())
+        assert relative_error(weights, (wanted.gather(1, found.long()) / total).double()) < 2e-2
+        assert relative_error(wanted.gather(1, found.long()), largest.double()) < 1e-2
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -270,7 +296,9 @@ def test_a_model_with_experts_is_captured(name: str, tiny_folder, tiny_text_file
         found, wanted = captured.step(last).float(), plain.step(last).float()
         assert relative_error(found, wanted.double()) < 3e-2
     if name == "qwen3-moe":
-        assert captured.captured is not None
+        assert captured.captured is not None and captured.fused is not None
+        mixtures = [block.mlp for block in captured.fused.blocks if isinstance(block, TrellisBlock)]
+        assert mixtures and all(isinstance(own, TrellisMixture) and own.step for own in mixtures)
         for _ in range(5):  # by the model, compared, fused, captured, replayed
             captured.reset()
             found, wanted = captured.prefill(tokens[:, :60]), model(tokens[:, :60]).logits[:, -1]

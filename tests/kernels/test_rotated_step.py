@@ -36,6 +36,7 @@ ACTIVATIONS = dict.fromkeys(
 )
 NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head"), "i32")
 ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
+ARGUMENTS |= {"plain_ptr": "*bf16", "experts_ptr": "*i32"}
 
 
 def machine_of(
@@ -58,7 +59,8 @@ def products_of(kind: str) -> str:
     return "*fp16" if kind == "dense" else "*fp32"  # cuBLAS gives the former
 
 
-def norm(width: int, kind: str, splits: int) -> Machine:
+def norm(width: int, kind: str, splits: int, *, both: bool = False) -> Machine:
+    """`both`: rotated, and as it is before."""
     finish = tile_transform(NATURAL, width & -width)
     target = None if kind == "plain" else target_of(form_of(kind, width), finish.after, width)
     shape = NormShape(
@@ -67,11 +69,11 @@ def norm(width: int, kind: str, splits: int) -> Machine:
     )  # fmt: skip
     y = {"int8": "*i8", "permuted": "*fp16", "dense": "*fp16", "plain": "*bf16"}[kind]
     absent = ("bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
-    absent += ("input_scales_ptr",) if kind == "plain" else ()
+    absent += ("input_scales_ptr", "y_ptr") if kind == "plain" else () if both else ("plain_ptr",)
     return machine_of(rotated_norm_kernel, shape, y, absent, products=products_of(kind))
 
 
-def gate(width: int, kind: str, splits: int) -> Machine:
+def gate(width: int, kind: str, splits: int, *, experts: bool = False) -> Machine:
     finish, tiles = tile_transform(NATURAL, width & -width), tiles_of_block(width)
     source = Source(splits=splits, row_stride=2 * width)
     shape = GateShape(
@@ -79,6 +81,7 @@ def gate(width: int, kind: str, splits: int) -> Machine:
         target=target_of(form_of(kind, width), finish.after, width),
     )  # fmt: skip
     absent = ("gate_bias_ptr", "up_bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
+    absent += () if experts else ("experts_ptr",)
     y = "*i8" if kind == "int8" else "*fp16"
     return machine_of(
         rotated_gate_kernel,
@@ -118,6 +121,8 @@ CASES = {  # what is compiled, most instructions in all and behind the wait, bar
     "norm, the last one": (lambda: norm(4096, "plain", 1), 290, 155, 2),
     "norm, 3B": (lambda: norm(3072, "int8", 1), 490, 280, 4),
     "norm, 8192 wide": (lambda: norm(8192, "int8", 1), 740, 475, 8),
+    "norm, Qwen3-30B-A3B, for its router too": (lambda: norm(2048, "int8", 1, both=True), 560, 320, 5),
+    "gate, its experts": (lambda: gate(768, "int8", 1, experts=True), 600, 385, 5),
     "gate, 8B": (lambda: gate(14336, "int8", 1), 590, 385, 5),
     "gate, 64 tokens": (lambda: gate(14336, "permuted", 2), 615, 410, 3),
     "gate, 4096 tokens": (lambda: gate(14336, "dense", 1), 530, 325, 3),

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from requant_kernels.common.slots import Slots
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.fused_hadamard import Token
@@ -21,11 +20,11 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
     k: int | None = None, fused: bool = False, finished: bool = False,
-    int8: bool | None = None, slots: Slots | None = None, parts: int = 0,
+    int8: bool | None = None, parts: int = 0,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
-    `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts. `parts`: of
-    the attention that a fused rotation combines. `int8`: the activations are bytes; None: if the codes are byte sums."""
+    `finished`: with output scales and a bias, for an output that is not rotated. `parts`: of the attention that a
+    fused rotation combines. `int8`: the activations are bytes; None: if the codes are byte sums."""
     quad_bits = round(4 * bits)
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
@@ -46,7 +45,6 @@ def trellis_machine(
     given = gemv_constants(code, quad_bits, vector, config, tokens, units, token, int8=int8) | {
         "PDL": capability >= 90,
         "EARLY_TRIGGER": False,
-        "SLOTS": slots,
     }
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "hadamard_tiles"), "i32")
@@ -59,8 +57,6 @@ def trellis_machine(
     absent = () if given["SHAPE"].int8 and (parts or not fused) else ("scales_ptr",)
     absent += () if fused else ("input_scales_ptr",)
     pointers |= {"output_scales_ptr": "*fp16", "bias_ptr": "*bf16", "addend_ptr": "*fp32"}
-    pointers |= {"experts_ptr": "*i64", "matrices_ptr": "*i32"}
-    absent += () if slots else ("experts_ptr", "matrices_ptr")
     absent += ("addend_ptr",) if finished else ("output_scales_ptr", "bias_ptr", "addend_ptr")
     return compile_kernel(
         trellis_gemv_kernel, given, capability=capability, pointers=pointers, warps=launch[0], absent=absent,

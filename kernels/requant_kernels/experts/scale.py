@@ -51,10 +51,11 @@ def gate_kernel(
 
 @triton.jit
 def combine_kernel(
-    z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, rows_ptr, y_ptr, n, PER_TOKEN: tl.constexpr,
+    z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, rows_ptr, y_ptr, n, PER_TOKEN: tl.constexpr, ADDS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks). `rows`: index into z and experts, per slot."""
+    """z [tokens * PER_TOKEN, n] -> y [tokens, n], or with ADDS added to it; grid (tokens, blocks). `rows`: index into z and
+    experts, per slot."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -67,7 +68,11 @@ def combine_kernel(
             slot = tl.load(rows_ptr + slot).to(tl.int64)
         expert = tl.load(experts_ptr + slot).to(tl.int64)
         y += weight * _scaled(z_ptr, scales_ptr, biases_ptr, slot, expert, at, inside, n)
-    tl.store(y_ptr + token * n + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = y.to(y_ptr.dtype.element_ty)
+    if ADDS:  # rounded before, as where the sum is an operation of its own
+        x = tl.load(y_ptr + token * n + at, mask=inside, other=0.0)
+        y = (x.to(tl.float32) + y.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + token * n + at, y, mask=inside)
 
 
 def gate(
@@ -85,13 +90,14 @@ def gate(
 
 def combine(
     z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, rows: Tensor | None = None,
-    pdl: bool,
+    into: Tensor | None = None, pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: maps slots to z and experts in another order."""
+    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: maps slots to z and experts in another order. `into`:
+    contiguous, of that type, to which it is added, and which is returned."""
     (m, per_token), n = weights.shape, stack.n
-    y = torch.empty(m, n, dtype=dtype, device=z.device)
+    y = torch.empty(m, n, dtype=dtype, device=z.device) if into is None else into
     launch(
         combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, rows, y, n),
-        interned(PER_TOKEN=per_token, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
+        interned(PER_TOKEN=per_token, ADDS=into is not None, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
     )  # fmt: skip
     return y

@@ -1,10 +1,11 @@
 """Trellis matrices of all experts of a layer, of one shape, stacked so that launches can index them by expert.
 
-Experts may have codes of different bit widths; each width is one stack, and one launch. Input scales are signs that depend
+Experts may have codes of different bit widths; each width is one stack. The launch of a step has the code for every one of
+`widths`, of which a layer may lack some: layers with the same `widths` share one program. Input scales are signs that depend
 only on the seed and the number of columns, so one rotation of x serves all experts; every matrix has its own output scales.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ class ExpertStack:
         float, tuple[TrellisLayout, Tensor]
     ]  # stacked codes, and int32 [matrices]: index of each in them or -1
     index_of: Sequence[tuple[float, int]]  # per matrix: its bits, and its index there
+    places: Tensor  # the same on the device, int32 [matrices, 2]: the number of the width in `widths`, and the index
+    widths: tuple[float, ...]
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
     numbers: Tensor  # int16: the experts' numbers 0, 1, ..
@@ -44,9 +47,13 @@ class ExpertStack:
 
 
 def stack_experts(
-    matrices: Sequence[TrellisLayout], *, parts: int, biases: Sequence[Tensor] | None = None
-) -> ExpertStack:
-    """Stack the matrices of all experts, part after part. Raises ValueError for matrices that no launch can share."""
+    matrices: Sequence[TrellisLayout], *, parts: int, biases: Sequence[Tensor] | None = None,
+    widths: Iterable[float] | None = None,
+) -> ExpertStack:  # fmt: skip
+    """Stack the matrices of all experts, part after part. Raises ValueError for matrices that no launch can share.
+
+    `widths`: those of all layers whose stacks may share a program; None: the matrices' own.
+    """
     first = matrices[0]
     for matrix in matrices:
         if matrix.input_scales is None or first.input_scales is None or not matrix.rotates_output:
@@ -66,8 +73,11 @@ def stack_experts(
         table[own] = torch.arange(len(own), dtype=torch.int32)
         codes = torch.stack([matrices[index].packed_codes for index in own])
         by_bits[bits] = replace(matrices[own[0]], packed_codes=codes), table.to(codes.device)
+    index_of = [(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)]
+    known = tuple(sorted({*members, *(widths or ())}))
+    places = torch.tensor([(known.index(bits), index) for bits, index in index_of], dtype=torch.int32)
     return ExpertStack(
-        by_bits=by_bits, index_of=[(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)],
+        by_bits=by_bits, index_of=index_of, places=places.to(first.packed_codes.device), widths=known,
         output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
         biases=None if biases is None else torch.stack(list(biases)),
         numbers=torch.arange(len(matrices) // parts, dtype=torch.int16, device=first.packed_codes.device), parts=parts,

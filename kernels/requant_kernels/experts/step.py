@@ -1,11 +1,11 @@
-"""The experts of a step of few tokens, in a number of launches that does not depend on tokens or experts.
+"""The experts of a step of few tokens, in a number of launches that does not depend on tokens, experts or bit widths.
 
-    rotate x, multiply gates and ups, rotate, scale and gate, rotate, multiply downs, rotate, scale and add
+    rotate x, multiply gates and ups, finish and gate and rotate, multiply downs, rotate, scale and add
 
-A product is one launch of the one-token GEMV (`trellis/gemv.py`) over slots (`common/slots.py`) per bit width in the stack;
-a CTA whose expert has another width exits at once. If all CTAs are resident at once and rotate the token themselves
-(`trellis/fused_hadamard.py`), the first rotation needs no launch. Tokens that choose the same expert each read its codes,
-from the L2 cache at best: that costs little for a few tokens; for many a GEMM is better.
+A product is one launch for all slots (`gemv.py`). Between the two, one launch finishes gates and ups, applies
+silu(gate) * up and rotates the result (`step/rotated_gate.py`), with the scales of each slot's own matrices; for other
+gates, and widths that it does not take, these are launches of their own. Tokens that choose the same expert each read its
+codes, from the L2 cache at best: that costs little for a few tokens; for many a GEMM is better.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl, supports_ptx
-from requant_kernels.common.slots import Slots
+from requant_kernels.experts.gemv import experts_gemv
 from requant_kernels.experts.scale import combine, gate
 from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.launch_config import Shape
+from requant_kernels.step import rotated_gate
 from requant_kernels.trellis import gemv
-from requant_kernels.trellis.gemv_launch import trellis_slots
-from requant_kernels.trellis.layout import TILE
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
 
 def supports(device: torch.device) -> bool:
@@ -29,40 +28,58 @@ def supports(device: torch.device) -> bool:
     return supports_ptx(device)
 
 
+def input_form(stack: ExpertStack) -> ActivationForm:
+    """What the products of a stack read."""
+    return gemv.activation_form(stack.layout, 1)
+
+
 def experts_step(
-    x: Tensor, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, weights: Tensor, *,
-    gated: Callable[[Tensor, Tensor], Tensor] | None = None, asm: bool = True,
+    x: Tensor | RotatedActivations, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, weights: Tensor, *,
+    gated: Callable[[Tensor, Tensor], Tensor] | None = None, into: Tensor | None = None, asm: bool = True,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] of x [m, k], contiguous, with the experts int64 [m, s] of each token, and their weights [m, s].
+    """y [m, n] of x [m, k], contiguous, or rotated in `input_form`, with the experts int [m, s] of each token, and their
+    weights [m, s]; in the type of `into`, to which it is added, or of x, or the weights.
 
     `gated`: h [slots, f] of gates and ups [slots, f]; None: silu(gate) * up. `asm` False: rotations without PTX.
     """
     slots, per_token = experts.flatten().contiguous(), experts.shape[1]
-    weights, pdl = weights.contiguous(), supports_pdl(x.device)
-    z = product(x, gate_up, slots, per_token=per_token, asm=asm)
-    h = gate(z, gate_up, slots, x.dtype, silu=gated is None, pdl=pdl)
-    if gated is not None:
-        h = gated(h[0], h[1]).contiguous()
-    return combine(product(h, down, slots, per_token=1, asm=asm), down, slots, weights, x.dtype, pdl=pdl)
+    weights, pdl = weights.contiguous(), supports_pdl(slots.device)
+    given = into if into is not None else x if isinstance(x, Tensor) else weights
+    if isinstance(x, Tensor):
+        x = gemv.rotate_activations(x, gate_up.layout, input_form(gate_up), asm=asm)
+    z = experts_gemv(x, gate_up, slots, per_token=per_token)
+    if gated is None and rotated_gate.supports(gate_up.n):
+        h = _rotated_gate(z, gate_up, down, slots, given.dtype)
+    else:
+        h = gate(_rotated_back(z, gate_up, asm=asm), gate_up, slots, given.dtype, silu=gated is None, pdl=pdl)
+        if gated is not None:
+            h = gated(h[0], h[1]).contiguous()
+        h = gemv.rotate_activations(h, down.layout, input_form(down), asm=asm)
+    z = _rotated_back(experts_gemv(h, down, slots, per_token=1), down, asm=asm)
+    return combine(z, down, slots, weights, given.dtype, into=into, pdl=pdl)
 
 
-def product(x: Tensor, stack: ExpertStack, experts: Tensor, *, per_token: int, asm: bool) -> Tensor:
-    """H V H (input_scales * x) for every slot, float32 [parts * slots, n]; slot i of a part reads row i / per_token of x."""
-    pdl, first = supports_pdl(x.device), stack.layout
-    total, rows = stack.parts * len(experts), -(-stack.n // TILE) * TILE
-    configs = {
-        bits: trellis_slots(Shape(first.code, bits, stack.n, stack.k, 1), total, x.device)
-        for bits in stack.by_bits
-    }
-    fused = all(
-        gemv.can_fuse(x, layout, configs[bits], slots=total) for bits, (layout, _) in stack.by_bits.items()
+def _rotated_gate(
+    z: Tensor, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, dtype: torch.dtype
+) -> RotatedActivations:
+    """silu(gate) * up of the products of all slots, gates and then ups, rotated for the downs."""
+    scales, biases, count = gate_up.output_scales, gate_up.biases, gate_up.experts
+    first, second = (
+        Product(
+            values=values, output_scales=scales[own], bias=None if biases is None else biases[own]
+        )  # of all experts
+        for values, own in zip(z.chunk(2), (slice(None, count), slice(count, None)), strict=True)
     )
-    rotated = x if fused else gemv.rotate_activations(x, first, gemv.activation_form(first, 1), asm=asm)
-    z = torch.empty(total, rows, dtype=torch.float32, device=x.device)
-    slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
-    for bits, (layout, matrices) in stack.by_bits.items():
-        slot_products = gemv.SlotProducts(y=z, experts=experts, matrices=matrices, slots=slots)
-        gemv.launch_gemv(rotated, layout, configs[bits], slot_products=slot_products)
-    y = torch.empty(total, stack.n, dtype=torch.float32, device=x.device)
-    hadamard_transform(z, y, in_width=rows, columns=rows, out_width=stack.n, asm=asm, pdl=pdl)
+    assert down.layout.input_scales is not None
+    return rotated_gate.rotated_gate(
+        first, second, "silu", dtype, input_scales=down.layout.input_scales, form=input_form(down), experts=experts
+    )  # fmt: skip
+
+
+def _rotated_back(z: Tensor, stack: ExpertStack, *, asm: bool) -> Tensor:
+    """H z, float32 [slots, n]."""
+    y = torch.empty(len(z), stack.n, dtype=torch.float32, device=z.device)
+    hadamard_transform(
+        z, y, in_width=z.shape[1], columns=z.shape[1], out_width=stack.n, asm=asm, pdl=supports_pdl(z.device)
+    )
     return y

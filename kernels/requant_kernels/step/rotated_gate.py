@@ -4,6 +4,8 @@
 
 Gate, up and down have blocks of the same size, since the outputs of the first two are the inputs of the third. So a CTA has
 a tile of a token, or a block of two tiles, and needs no other values. Rounding as in `gated.py`.
+
+Of experts a token is a slot (`experts/gemv.py`), whose own expert has the scales.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -70,9 +72,10 @@ class GateShape:
 @triton.jit
 def rotated_gate_kernel(
     gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, scales_ptr,
-    SHAPE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    experts_ptr, SHAPE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`num_tiles` tiles of one token; grid (tiles / num_tiles, tokens)."""
+    """`num_tiles` tiles of one token; grid (tiles / num_tiles, tokens). `experts`, if given: one per token, chosen before
+    the previous launch; scales and biases are then of all experts, `[experts, width]`."""
     FINISH: tl.constexpr = SHAPE.finish
     BEFORE: tl.constexpr = FINISH.order
     AFTER: tl.constexpr = FINISH.after
@@ -91,6 +94,14 @@ def rotated_gate_kernel(
     first = tile * 4096 + index_of(lane, warp, BEFORE)
     held = index_of(lane, warp, HELD)
     smem = allocate_smem(lane, ASM)
+    if experts_ptr is not None:
+        own = tl.load(experts_ptr + token).to(tl.int64) * WIDTH
+        gate_scales_ptr += own
+        up_scales_ptr += own
+        if gate_bias_ptr is not None:
+            gate_bias_ptr += own
+        if up_bias_ptr is not None:
+            up_bias_ptr += own
     gate_scales, up_scales, gate_bias, up_bias, input_scales = (), (), (), (), ()
     for t in tl.static_range(COUNT):  # what no previous launch has written
         gate_scales = gate_scales + load_eight(gate_scales_ptr, t * 4096 + index, WIDTH, NEXT)
@@ -155,9 +166,13 @@ def rotated_gate(
     *,
     input_scales: Tensor,
     form: ActivationForm,
+    experts: Tensor | None = None,
 ) -> RotatedActivations:
-    """`activation` of the finished gate times the finished up, rounded to `dtype`, rotated for the matrix that reads it."""
-    if dense_gate.supports(gate, up, form):
+    """`activation` of the finished gate times the finished up, rounded to `dtype`, rotated for the matrix that reads it.
+
+    `experts`: int, of each row of the products, whose scales are then those of all experts, [experts, n], and their biases.
+    """
+    if experts is None and dense_gate.supports(gate, up, form):
         return dense_gate.dense_gate(gate, up, activation, input_scales=input_scales, form=form)
     m, f = gate.values.shape[-2:]
     found, device = form.empty(m, input_scales.device), input_scales.device
@@ -167,7 +182,7 @@ def rotated_gate(
         (ctas, m, 1),
         (
             gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values,
-            found.scales,
+            found.scales, experts,
         ),
         _constants(f, gate.source, up.source, form, dtype, activation, supports_pdl(device)),
         smem_bytes=apart_smem_bytes(ctas * m, device),

@@ -5,7 +5,7 @@
 A CTA has a whole token, since the norm needs all of it. x is rounded where `trellis/rotate.py` and `rms_norm.py` round it;
 y, where it is rotated, is not: its division by rms(x) comes after the rotation, which therefore does not wait for the sum of
 squares. Either end may be absent: a model's first norm follows no product, or one that is all of x (its embedding, in
-codes), and y itself is returned where no matrix rotates it.
+codes), and y itself is returned where no matrix rotates it, or beside that for one that does not (a router).
 
 After a product x is read before the previous launch has finished. So that launch must not have written it, and of those
 between it and the one that has, one must trigger the next only after its own wait (the launch of RoPE or the gate, here).
@@ -77,7 +77,7 @@ def _store_row(pointer, index, values, WIDTH: tl.constexpr, NEXT: tl.constexpr):
 
 @triton.jit
 def rotated_norm_kernel(
-    product_ptr, output_scales_ptr, bias_ptr, x_ptr, weight_ptr, input_scales_ptr, y_ptr, scales_ptr, eps,
+    product_ptr, output_scales_ptr, bias_ptr, x_ptr, weight_ptr, input_scales_ptr, y_ptr, scales_ptr, plain_ptr, eps,
     SHAPE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; grid (1, tokens). x `[m, width]` becomes the sum."""
@@ -143,15 +143,15 @@ def rotated_norm_kernel(
     for i in tl.static_range(8 * COUNT):
         squares += x[i].to(tl.float32) * x[i].to(tl.float32)
     sum_warp(squares, lane, warp, smem, ASM)
-    y = ()
-    if input_scales_ptr is None:
-        scale = tl.rsqrt(sum_of_warps(lane, smem, True, ASM) / WIDTH + eps)
+    if plain_ptr is not None:
+        scale, y = tl.rsqrt(sum_of_warps(lane, smem, True, ASM) / WIDTH + eps), ()
         for i in tl.static_range(8 * COUNT):
             normalized = (x[i].to(tl.float32) * scale).to(DTYPE)
             y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(DTYPE),)
         for t in tl.static_range(COUNT):
-            _store_row(y_ptr + token * WIDTH, t * 4096 + index, y[8 * t : 8 * t + 8], WIDTH, NEXT)
-    else:
+            _store_row(plain_ptr + token * WIDTH, t * 4096 + index, y[8 * t : 8 * t + 8], WIDTH, NEXT)
+    if y_ptr is not None:
+        y = ()
         if AGAIN.masks != FINISH.masks:
             signs = signs_of(lane, AGAIN)
         for i in tl.static_range(8 * COUNT):
@@ -169,28 +169,33 @@ def supports(width: int) -> bool:
 
 def rotated_norm(
     x: Tensor, product: Product | None, weight: Tensor, eps: float, *, input_scales: Tensor | None = None,
-    form: ActivationForm | None = None,
+    form: ActivationForm | None = None, plain: Tensor | None = None,
 ) -> RotatedActivations | Tensor:  # fmt: skip
     """RMSNorm of x [m, k] plus the finished product, in x's dtype; x, contiguous, becomes the sum.
 
-    With `input_scales` and `form` of the matrices that read it, the result is rotated for them.
+    With `input_scales` and `form` of the matrices that read it, the result is rotated for them; `plain`, contiguous, then
+    becomes what it is before.
     """
     m, k = x.shape
-    found = torch.empty_like(x) if form is None else form.empty(m, x.device)
-    y, scales = (found, None) if isinstance(found, Tensor) else (found.values, found.scales)
+    found = form and form.empty(m, x.device)
+    if found is None:
+        plain = torch.empty_like(x) if plain is None else plain
     launch(
         rotated_norm_kernel,
         (1, m, 1),
         (
             product and product.values, product and product.output_scales, product and product.bias, x, weight,
-            input_scales, y, scales, eps,
+            input_scales, found and found.values, found and found.scales, plain, eps,
         ),
         _constants(
             k, product and product.source, form, supports_pdl(x.device), product is None or not product.is_all
         ),
         smem_bytes=apart_smem_bytes(m, x.device),
     )  # fmt: skip
-    return found
+    if found is not None:
+        return found
+    assert plain is not None
+    return plain
 
 
 @cache

@@ -9,8 +9,8 @@
     last rotation      a launch; none if the output is not rotated: then the product's epilogue applies scales, residuals
                        and bias (`Epilogue`)
 
-With the same kernel, `gemv_group.py` multiplies several matrices that read the same activations in one launch, and
-`experts/` the chosen experts of a mixture (`SlotProducts`).
+With the same code, `gemv_group.py` multiplies several matrices that read the same activations in one launch, and
+`experts/gemv.py` the chosen experts of a mixture.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from requant_kernels.common.device import num_sms, supports_pdl, supports_ptx, s
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
-from requant_kernels.common.slots import Slots
 from requant_kernels.hadamard.tile_builder import HADAMARD_TILE
 from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.trellis import fused_hadamard
@@ -43,17 +42,6 @@ class Epilogue:
     output_scales: Tensor
     bias: Tensor | None
     addend: Tensor | None  # float32 [m, n]: the product of the residuals
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotProducts:
-    """Products of single tokens with matrices of a stack, whose codes have one more leading dimension
-    (`common/slots.py`)."""
-
-    y: Tensor  # float32 [slots, rows]; written only where the stack holds the slot's matrix
-    experts: Tensor  # int [slots / parts], per slot
-    matrices: Tensor  # int32 [parts * experts]: indices into the stack, -1 if absent
-    slots: Slots
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
@@ -104,29 +92,28 @@ def rotate_activations(
     return RotatedActivations(values=values, scales=scales)
 
 
-def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
-    """Whether every CTA can rotate its token of x itself, with the CTAs of all `slots` products resident at once."""
-    return x.data_ptr() % 16 == 0 and rotates_itself(layout, config, slots=slots)
+def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig) -> bool:
+    """Whether every CTA can rotate its token of x itself, with all CTAs resident at once."""
+    return x.data_ptr() % 16 == 0 and rotates_itself(layout, config)
 
 
-def rotates_itself(layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
+def rotates_itself(layout: TrellisLayout, config: TrellisGemvConfig) -> bool:
     """`can_fuse` of an aligned token."""
     return (
         CODES[layout.code].byte_sums
         and layout.input_scales is not None
         and fused_hadamard.supports(layout.k, config)
-        and slots * -(-layout.n // (TILE * config.tiles_per_cta)) <= num_sms(layout.packed_codes.device)
+        and -(-layout.n // (TILE * config.tiles_per_cta)) <= num_sms(layout.packed_codes.device)
         and layout.input_scales.data_ptr() % 16 == 0
     )
 
 
 def launch_gemv(
     x: Tensor | RotatedActivations | SplitAttention, layout: TrellisLayout, config: TrellisGemvConfig, *,
-    epilogue: Epilogue | None = None, slot_products: SlotProducts | None = None,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:  # fmt: skip
     """V times rotated activations, float32 [m, rows], or y [m, n] with an epilogue. A plain tensor is one token that every
-    CTA rotates (`can_fuse`), split attention one that it combines before. With `slot_products` x has one row per token of
-    theirs, and their y is returned."""
+    CTA rotates (`can_fuse`), split attention one that it combines before."""
     tiles, units, _, _, vector = layout.packed_codes.shape[-5:]
     rows = tiles * TILE if epilogue is None else layout.n
     if isinstance(x, RotatedActivations):
@@ -140,20 +127,14 @@ def launch_gemv(
         token = fused_hadamard.Token(
             block_size=layout.k & -layout.k, dtype=values.dtype, parts=parts[0], head_dim=parts[1]
         )
-    device, slots = values.device, 1
-    if slot_products is None:
-        dtype = torch.float32 if epilogue is None else epilogue.dtype
-        y = torch.empty(m, rows, dtype=dtype, device=device)
-    else:
-        y, m, slots = slot_products.y, 1, slot_products.y.shape[0]
-    pdl = supports_pdl(device)
+    device, dtype = values.device, torch.float32 if epilogue is None else epilogue.dtype
+    y, pdl = torch.empty(m, rows, dtype=dtype, device=device), supports_pdl(device)
     launch(
         trellis_gemv_kernel,
-        (-(-tiles // config.tiles_per_cta), slots, 1),
+        (-(-tiles // config.tiles_per_cta), 1, 1),
         (
             values, scales, input_scales, layout.packed_codes, y,
             *((None,) * 3 if epilogue is None else (epilogue.output_scales, epilogue.bias, epilogue.addend)),
-            *((None,) * 2 if slot_products is None else (slot_products.experts, slot_products.matrices)),
             m, units, rows, tiles - 1, -(-units // (config.num_warps * config.units_per_step)), hadamard_tiles, stride,
         ),
         interned(
@@ -161,9 +142,7 @@ def launch_gemv(
                 layout.code, layout.quad_bits, vector, config, m, units, token,
                 int8=token is not None or scales is not None,
             ),
-            PDL=pdl,
-            EARLY_TRIGGER=config.pdl_trigger_early, SLOTS=None if slot_products is None else slot_products.slots,
-            num_warps=config.num_warps, num_stages=1, **pdl_option(pdl),
+            PDL=pdl, EARLY_TRIGGER=config.pdl_trigger_early, num_warps=config.num_warps, num_stages=1, **pdl_option(pdl),
         ),
         smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, device),
     )  # fmt: skip

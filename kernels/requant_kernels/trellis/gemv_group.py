@@ -48,18 +48,33 @@ class GroupPart:
 
 
 @triton.jit
-def _multiply_part(
+def multiply_part(
     cta, x_ptr, scales_ptr, codes_ptr, y_ptr, output_scales_ptr, rows, stride_y, tiles, columns, M, hadamard_tiles, stride_x,
-    sums_at, INDEX: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    sums_at, INDEX: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
+    """`multiply_tiles` of part INDEX."""
     SHAPE: tl.constexpr = PARTS[INDEX].shape
     PTX: tl.constexpr = PARTS[INDEX].ptx
     units = columns // (64 * SHAPE.k64_per_unit)
     steps = tl.cdiv(units, SHAPE.num_warps * SHAPE.units_per_step)
     multiply_tiles(
         cta, x_ptr, scales_ptr, None, codes_ptr, y_ptr, output_scales_ptr, None, None, M, units, rows, stride_y, tiles - 1,
-        steps, hadamard_tiles, stride_x, sums_at, SHAPE, PTX, None, PDL, EARLY_TRIGGER, True,
+        steps, hadamard_tiles, stride_x, sums_at, SHAPE, PTX, None, PDL, EARLY_TRIGGER, WAIT,
     )  # fmt: skip
+
+
+@triton.jit
+def allocate_sums(ALLOCATE: tl.constexpr, W: tl.constexpr):
+    """What `multiply_tiles` takes as `sums_at`, in a kernel of W warps."""
+    sums_at = ()
+    if ALLOCATE is not None:
+        thread = tl.arange(0, 32)[None, :] + tl.arange(0, W)[:, None] * 0
+        sums_at = (
+            tl.inline_asm_elementwise(
+                ALLOCATE.text, ALLOCATE.constraints, (thread,), dtype=tl.int32, is_pure=False, pack=1
+            ),
+        )
+    return sums_at
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["M"])
@@ -75,27 +90,20 @@ def trellis_gemv_group_kernel(
     differs.
     """
     W: tl.constexpr = PARTS[0].shape.num_warps
-    sums_at = ()
-    if ALLOCATE is not None:
-        thread = tl.arange(0, 32)[None, :] + tl.arange(0, W)[:, None] * 0
-        sums_at = (
-            tl.inline_asm_elementwise(
-                ALLOCATE.text, ALLOCATE.constraints, (thread,), dtype=tl.int32, is_pure=False, pack=1
-            ),
-        )
+    sums_at = allocate_sums(ALLOCATE, W)
     cta = tl.program_id(0)
     for i in tl.static_range(len(PARTS)):
         ctas = tl.cdiv(tiles[i], PARTS[i].shape.row_tiles)
         if (cta >= 0) & (cta < ctas):
             if output_scales_ptrs is None:
-                _multiply_part(
+                multiply_part(
                     cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], None, tiles[i] * 16, tiles[i] * 16, tiles[i],
-                    columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                    columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER, True,
                 )  # fmt: skip
             else:
-                _multiply_part(
+                multiply_part(
                     cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], output_scales_ptrs[i], rows[i], stride_y,
-                    tiles[i], columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                    tiles[i], columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER, True,
                 )  # fmt: skip
         cta -= ctas
 

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from requant_kernels.common.pdl import wait_for_previous_launch, wait_with
 from requant_kernels.common.ptx import Ptx
-from requant_kernels.common.slots import slot_of
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.codes import CODES
@@ -271,32 +270,20 @@ def multiply_tiles(
 
 @triton.jit(do_not_specialize=["steps", "last_tile"], do_not_specialize_on_alignment=["M"])
 def trellis_gemv_kernel(
-    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
-    matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
+    last_tile, steps, hadamard_tiles, stride_x,
     SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`, or with output scales finished, of any type; grid: CTAs of `row_tiles` tiles of 16 rows.
 
     x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 4]` scales and sums; or float16
     `[M, stride_x]` without scales, if SHAPE says so; or, with FUSED, the single unrotated token of `stride_x` columns, which
-    every CTA rotates, and combines before if it is split attention: then the scales are the logarithms of the parts. With
-    SLOTS the grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
+    every CTA rotates, and combines before if it is split attention: then the scales are the logarithms of the parts.
     """
-    if SLOTS is not None:
-        wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
-        token, index = slot_of(experts_ptr, matrices_ptr, SLOTS)
-        if index < 0:
-            return
-        codes_ptr += index * (last_tile + 1) * units * (32 * SHAPE.words)
-        x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
-        y_ptr += tl.program_id(1).to(tl.int64) * rows
-        if scales_ptr is not None:
-            scales_ptr += token * hadamard_tiles * 4
     multiply_tiles(
         tl.program_id(0), x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M,
         units, rows, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER,
-        SLOTS is None,
+        True,
     )  # fmt: skip
 
 

@@ -130,22 +130,16 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
     return [launch_of(shape, *launch, max_ctas_per_sm=cap) for shape in shapes]
 
 
-def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemvConfig:
-    """One token times each of `slots` matrices (`experts/step.py`), by a rule that no table replaces: CTAs of 16 warps that
-    rotate the token themselves if one per SM covers all tiles; otherwise as many warps as divide the columns, and about 16
-    warps per SM."""
-    tiles = -(-shape.n // ROWS)
-    units = -(-shape.k // (64 * k64_per_unit(round(4 * shape.bits))))
-    if CODES[shape.format].byte_sums and shape.bits <= 4 and shape.k <= 4096 and shape.k % 256 == 0:
-        counts = (1, 2, 4, 7) if shape.bits <= 3 else (1, 2, 4)  # seven tiles of 4 bits spill
-        own = next((count for count in counts if slots * -(-tiles // count) <= num_sms(device)), None)
-        if own is not None:
-            several = own <= 2 and shape.bits == int(shape.bits) and units % 32 == 0
-            return TrellisGemvConfig(num_warps=16, tiles_per_cta=own, units_per_step=2 if several else 1)
-    num_warps = next((warps for warps in (8, 4) if units % warps == 0), 8 if units > 8 else 4)
-    most = (1,) if shape.bits > 4 or not CODES[shape.format].byte_sums else (1, 2)
+def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> list[TrellisGemvConfig]:
+    """One token times each of `slots` matrices of equal sizes, which have one of several widths each (`experts/gemv.py`), by
+    a rule that no table replaces: as many warps as divide the columns, and about 16 warps per SM."""
+    tiles = -(-shapes[0].n // ROWS)
+    units = [-(-shape.k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes]
+    num_warps = min(next((w for w in (8, 4) if own % w == 0), 8 if own > 8 else 4) for own in units)
+    byte_sums, bits = CODES[shapes[0].format].byte_sums, max(shape.bits for shape in shapes)
+    most = (1,) if bits > 4 or not byte_sums else (1, 2)
     own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
-    return TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)
+    return [TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)] * len(shapes)
 
 
 # warps, tiles, units per step

@@ -63,6 +63,11 @@ def k64_per_unit(quad_bits: int) -> int:
     return 4 // math.gcd(quad_bits, 4)
 
 
+def words_per_load(quad_bits: int) -> int:
+    """The vector v of a lane's loads."""
+    return math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
+
+
 def pack_trellis(
     codes: Tensor,
     input_scales: Tensor | None,
@@ -111,7 +116,7 @@ def pack_trellis(
     if parts and (sum(parts) != n or any(part % TILE for part in parts)):
         raise ValueError(f"parts of {parts} rows are not multiples of {TILE} that make {n}")
     order = None if sparse is None else sort_rows(sparse[0].to(codes.device))
-    vector = math.gcd(words.shape[-1], 4)
+    vector = words_per_load(quad_bits)
     return TrellisLayout(
         packed_codes=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
         output_scales=output_scales, n=n, k=k, bits=float(bits), code=code,

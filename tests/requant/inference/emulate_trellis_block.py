@@ -25,7 +25,7 @@ from requant.inference.fused_step import FusedStep, PlainBlock, fused_steps
 from requant.inference.kernel_layers import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.inference.static_cache import static_cache
 from requant.inference.step_inputs import step_inputs
-from requant.inference.trellis_block import TrellisBlock
+from requant.inference.trellis_block import TrellisBlock, TrellisMLP
 from requant.inference.trellis_ends import TrellisInputs
 from requant.models.targets import SIBLINGS
 from requant.text.kv_cache import with_cache
@@ -108,8 +108,8 @@ def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: 
     ops.dispatch = on_the_gemv
     step, _ = fused_steps(model, batch, 100)
     block = step.blocks[0]
-    assert isinstance(block, TrellisBlock), kind
-    matrices = [len(readers.matrices) for readers in (block.qkv, block.gate_up, block.down)]
+    assert isinstance(block, TrellisBlock) and isinstance(block.mlp, TrellisMLP), kind
+    matrices = [len(readers.matrices) for readers in (block.qkv, block.mlp.gate_up, block.mlp.down)]
     assert sum(matrices) == launches
     apart = step(tokens, cache)
     ops.dispatch_group = in_one_launch

@@ -19,12 +19,14 @@ def test_models_of_the_modules_of_llama_qualify(tiny_model, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
-def test_blocks_with_unfused_experts_qualify(tiny_model, name: str) -> None:
+def test_blocks_with_experts_qualify(tiny_model, name: str) -> None:
+    """Those of an original, too: it is what a checkpoint's speed is compared with."""
     model = tiny_model(name)
-    assert not fused_steps(model, 1, 20)
-    unfuse_experts(model)
-    (step,) = fused_steps(model, 1, 20)
-    assert {type(block) for block in step.blocks} == {MixtureBlock}
+    for unfused in (False, True):
+        if unfused:
+            unfuse_experts(model)
+        (step,) = fused_steps(model, 1, 20)
+        assert {type(block) for block in step.blocks} == {MixtureBlock}
     if name != "mixtral":  # whose files' names are others
         model.model.layers[0].mlp = tiny_model("llama").model.layers[0].mlp
         (step,) = fused_steps(model, 1, 20)

@@ -29,6 +29,11 @@ def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
     interpreted("emulate_trellis_block.py", *kind.split())
 
 
+@pytest.mark.slow
+def test_a_mixture_with_the_assembly_emulated(interpreted) -> None:
+    interpreted("emulate_trellis_mixture.py")
+
+
 SHAPES = {  # hidden, intermediate, heads, heads of keys
     "llama": (4096, 14336, 32, 8),
     "qwen2": (2048, 8192, 32, 8),  # biases; a block of two tiles

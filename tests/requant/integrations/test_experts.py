@@ -88,6 +88,7 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
     monkeypatch.setattr(experts, "supports", lambda _device: True)
     monkeypatch.setattr(experts, "experts_step", step)
     monkeypatch.setattr(experts, "experts_prefill", prefill)
+    monkeypatch.setattr(experts, "router_of", lambda _mixture: None)  # it has a test of its own
     experts.group_experts(model)
     assert not prompts  # there is no Hopper
     model(TOKENS)  # 80 tokens go expert by expert
@@ -105,7 +106,15 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
     torch.testing.assert_close(model(TOKENS).logits, of_prompts, rtol=1e-3, atol=1e-4)
     assert set(calls) == {16, 1} and set(prompts) == {(80, None)}
 
-    layer = next(module for module in model.modules() if isinstance(module, Experts))
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    for part in ("gate_up", "down"):  # one program for all layers, whatever each has
+        stacks = [getattr(own.step, part) for own in layers]
+        (known,) = {stack.widths for stack in stacks}
+        assert set(known) == {bits for stack in stacks for bits in stack.by_bits}
+        for stack in stacks:
+            places = [(known[number], index) for number, index in stack.places.tolist()]
+            assert places == list(stack.index_of)
+    layer = layers[0]
     caplog.clear()  # what is wrong is not used, and said
     monkeypatch.setattr(experts, "experts_prefill", lambda x, *_arguments, **_options: x)
     experts.group_experts(model)

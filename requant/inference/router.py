@@ -1,0 +1,100 @@
+"""The router of a mixture by the kernels (`requant_kernels/experts/router.py`), where they choose as the model's own does.
+
+Whether they do is decided by numbers, not by the class: a mixture is called once, with experts that only note what they are
+given. It qualifies if it adds nothing to what the experts return (as shared experts would), and if the kernels choose the
+experts it chose and weight them as it did. A few tokens may differ, where two experts are about equally likely.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Int64
+from requant_kernels.experts.router import choose_experts, supports
+from torch import Tensor, nn
+
+from requant.inference.kernel_check import TritonError
+from requant.models.experts import Experts
+
+TOKENS = 16
+MOST_DIFFERENT = 4  # of them
+LIMIT = 2e-2  # of the weights of a token, relative
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """Chooses the experts of few tokens."""
+
+    def __init__(self, weight: Float[Tensor, "e h"], chosen: int, *, normalized: bool) -> None:
+        self.weight, self.chosen, self.normalized = weight, chosen, normalized
+
+    def __call__(self, y: Float[Tensor, "m h"]) -> tuple[Int[Tensor, "m s"], Float[Tensor, "m s"]]:
+        """Experts and their weights."""
+        return choose_experts(y, self.weight, self.chosen, normalized=self.normalized)
+
+
+@torch.no_grad()
+def router_of(mixture: Any) -> Router | None:
+    """The router of a module that has one, with its weight, as `gate`, and `experts`; None where the kernels are not it."""
+    gate, experts = getattr(mixture, "gate", None), mixture.experts
+    if not isinstance(gate, nn.Module) or not isinstance(experts, Experts):
+        return None
+    if {name for name, _ in mixture.named_children()} != {"gate", "experts"} or _has_hooks(mixture, gate):
+        return None
+    tensors = [*gate.named_parameters(), *gate.named_buffers()]
+    weight = tensors[0][1] if len(tensors) == 1 else None
+    if weight is None or weight.dim() != 2 or not weight.is_contiguous() or len(weight) != len(experts):
+        return None
+    if not supports(*weight.shape):
+        return None
+    y = torch.randn(TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    y = y.to(weight.device, weight.dtype)
+    noted = _noted(mixture, experts, y)
+    if noted is None:
+        return None
+    indices, weights = noted
+    wanted = weights.float().new_zeros(TOKENS, len(experts)).scatter_(1, indices, weights.float())
+    candidates = []
+    for normalized in (True, False):
+        router = Router(weight.detach(), indices.shape[1], normalized=normalized)
+        try:
+            found, own = router(y)
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as problem:
+            logger.info("a router is the model's own: its kernels do not start (%s)", problem)
+            return None
+        got = torch.zeros_like(wanted).scatter_(1, found.long(), own.float())
+        errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+        candidates.append((int((errors > LIMIT).sum()), float(errors.median()), router))
+    different, _, router = min(candidates, key=lambda own: own[:2])
+    return router if different <= MOST_DIFFERENT else None
+
+
+def _noted(
+    mixture: Any, experts: Experts, y: Float[Tensor, "m h"]
+) -> tuple[Int64[Tensor, "m s"], Float[Tensor, "m s"]] | None:
+    """The experts and weights that a mixture chooses for y; None where it does more than call its experts."""
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    outputs = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+
+    def note(*given: Tensor) -> Tensor:
+        calls.append(given)  # pyright: ignore[reportArgumentType]
+        return outputs
+
+    step, prefill = experts.step, experts.prefill
+    experts.step = experts.prefill = note
+    try:
+        found = mixture(y[None])
+    finally:
+        experts.step, experts.prefill = step, prefill
+    if len(calls) != 1 or not isinstance(found, Tensor) or found.shape != (1, *y.shape):
+        return None
+    hidden, indices, weights = calls[0]
+    if not torch.equal(hidden, y) or not torch.equal(found[0], outputs) or indices.dtype != torch.int64:
+        return None
+    return indices, weights
+
+
+def _has_hooks(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)

@@ -1,0 +1,50 @@
+"""The second half of a trellis block that is a mixture of experts (`trellis_block.py`), for the tokens of a step.
+
+    y, rotated y = rotated norm(x += finished product of o)      1 launch, for the router and for the experts
+    experts, weights = router(y)                                 2         (`requant_kernels/experts/router.py`)
+    x += sum_j w_j expert_j(y)                                   5         (`requant_kernels/experts/step.py`)
+
+Through the mixture's own modules it takes more than twenty. More tokens, those of prompts, go through the modules.
+"""
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from requant_kernels.step.rotated_norm import rotated_norm, supports
+from requant_kernels.trellis.operands import Product, RotatedActivations
+from torch import Tensor, nn
+
+from requant.inference.experts import ExpertsStep
+from requant.models.experts import STEP_TOKENS, STEP_TOKENS_BESIDE_PREFILL, Experts
+
+
+class TrellisMixture:
+    """The experts of a block, with their router, after o."""
+
+    def __init__(self, block: Any, step: ExpertsStep | None) -> None:
+        """`step`: of few tokens; None: the mixture's own modules are called."""
+        self.norm, self.mixture, self.step = block.post_attention_layernorm, block.mlp, step
+
+    def __call__(self, x: Float[Tensor, "b d"], delta: Product) -> None:
+        """x becomes x + delta, and what the experts make of that is added."""
+        norm, step = self.norm, self.step
+        y = torch.empty_like(x) if step is not None else None
+        given = {} if step is None else {"input_scales": step.input_scales, "form": step.input_form}
+        found = rotated_norm(x, delta, norm.weight, norm.variance_epsilon, plain=y, **given)
+        if step is None or y is None:
+            x += self.mixture(cast(Tensor, found)[None]).flatten(0, 1)
+            return
+        assert step.router is not None
+        step.add(cast(RotatedActivations, found), *step.router(y), into=x)
+
+
+def trellis_mixture(block: nn.Module, _activation: str, rows: int) -> TrellisMixture | None:
+    """The experts of a block for activations of so many rows; None where its norm is too wide for a launch."""
+    if not supports(len(block.get_submodule("post_attention_layernorm").get_parameter("weight"))):
+        return None
+    layer, step = block.get_submodule("mlp").get_submodule("experts"), None
+    if isinstance(layer, Experts):
+        few = STEP_TOKENS if layer.prefill is None else STEP_TOKENS_BESIDE_PREFILL
+        step = layer.step if rows <= few else None
+    return TrellisMixture(block, step if isinstance(step, ExpertsStep) and step.router is not None else None)
