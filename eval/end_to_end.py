@@ -1,6 +1,7 @@
 """Tokens per second of whole models with random weights, quantized and in bf16, measured as `requant bench` does.
 
     python -m eval.end_to_end --out eval/results/end-to-end-h200.json
+    python -m eval.end_to_end --shapes qwen3-30b-a3b --formats bf16:16 --formats pair:2 --out FILE      # a mixture
 
 Speed depends on shapes and not on values, so no checkpoint is needed: a model is built empty, and its linear layers are
 filled with random codes or random bf16 numbers. A format is KIND:BITS. `mul1` and `pair` are trellis codes (`requant
@@ -17,7 +18,7 @@ bits in groups of 64.
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -28,13 +29,15 @@ from requant_kernels import TrellisLayout, pack_grid
 from requant_kernels.random_layouts import random_layout
 from requant_kernels.trellis.codes import CODES
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval import options as opt
+from eval import shapes
 from eval.common import environment, write_json
 from requant.evaluation.bench import measure
 from requant.inference.kernel_layers import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.models.devices import pick_device
+from requant.models.experts import USUAL_NAMES, Experts, unfuse_experts
 from requant.models.targets import SIBLINGS
 from requant.quantizers.table_trellis import band_rows, tilted
 
@@ -48,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {"qwen3-30b-a3b": dict(shapes.SHAPES["30b-a3b"])}
 # budget -> matrix -> bits in the first, middle and last third of the blocks: what mode `best` with `--method trellis` and
 # `--bits 2`, 3 and 4 gives the eight blocks of `../shared/models/bench-32m` on average, in quarters (eight calibration
 # windows of 512 tokens). On llama-3.1-8b this comes to 1.997, 3.000 and 3.988 bits per weight.
@@ -63,6 +67,13 @@ WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
     4: {
         "q_proj": (2.75, 3.5, 3.5), "k_proj": (3.25, 4, 4), "v_proj": (4.25, 4.75, 4.5), "o_proj": (4, 4, 4),
         "gate_proj": (4, 4, 4.25), "up_proj": (3.75, 3.75, 4), "down_proj": (4.25, 4.25, 4.25),
+    },
+}  # fmt: skip
+# the same for the experts of a block in turn, about as in `../shared/models/moe-3m` with `--bits 2`: 1.99 on average
+EXPERT_WIDTHS: dict[float, dict[str, tuple[float, ...]]] = {
+    2: {
+        "gate_proj": (1.25, 1.75, 1.75, 2, 2, 2, 2.25, 2.25), "up_proj": (1.5, 1.5, 1.75, 1.75, 2, 2, 2.25, 2.25),
+        "down_proj": (1.75, 2, 2, 2, 2.25, 2.25, 2.5, 2.75),
     },
 }  # fmt: skip
 TABLE_BITS = {2: 5.0, 3: 6.25, 4: 7.25}
@@ -83,14 +94,23 @@ def build(
         tables: what embedding and head are in trellis formats.
     """
     best = widths == "best" and kind in CODES
-    sizes: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192} | SHAPES[shape] | changes
-    config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    sizes: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192}
+    sizes |= (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+        | (SHAPES | MIXTURES)[shape]
+        | changes
+    )
+    config = AutoConfig.for_model(**sizes)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if kind != "bf16":
+            unfuse_experts(model)
     if kind != "bf16":
         blocks = model.model.layers
         for index, block in enumerate(blocks):
             own = widths_of_block(bits, index, len(blocks)) if best else {}
+            for experts in [module for module in block.modules() if isinstance(module, Experts)]:
+                _replace_experts(experts, kind, bits, EXPERT_WIDTHS.get(bits, {}) if best else {}, device)
             for parent in list(block.modules()):
                 _replace_children(parent, kind, bits, own, density, device)
         if tables != "grid" and kind in CODES:
@@ -105,7 +125,12 @@ def build(
                 value = torch.full_like(value, 0.25) if parameter.dim() == 1 else value
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    return model.eval()
+    model.eval()
+    if kind in CODES and torch.device(device).type == "cuda":
+        from requant.inference.experts import group_experts  # needs Triton
+
+        group_experts(model)
+    return model
 
 
 def widths_of_block(bits: float, index: int, blocks: int) -> dict[str, float]:
@@ -168,8 +193,18 @@ def _replace_children(
                 _replace(parent, chosen, kind, own, density, device)
 
 
+def _replace_experts(
+    experts: Experts, kind: str, bits: float, widths: Mapping[str, Sequence[float]], device: str
+) -> None:
+    """Replace every linear of every expert by itself; `widths` has the bits of successive experts' in turn."""
+    for index, expert in enumerate(experts):
+        for name, usual in zip(experts.names, USUAL_NAMES, strict=True):
+            own = widths.get(usual, (bits,))
+            _replace(expert, {name: expert.get_submodule(name)}, kind, own[index % len(own)], 0.0, device)
+
+
 def _replace(
-    parent: nn.Module, chosen: Mapping[str, nn.Linear], kind: str, bits: float, density: float, device: str
+    parent: nn.Module, chosen: Mapping[str, Any], kind: str, bits: float, density: float, device: str
 ) -> None:
     """Replace layers that have the same bits by one matrix."""
     sizes = [layer.out_features for layer in chosen.values()]

@@ -77,10 +77,10 @@ def _phases(finetune: Mapping[str, Any], steps: int) -> str:
     return f"{finetune.get('rounds', 4)} x {steps} steps"
 
 
-def decoding_table(results: Path) -> str:
+def decoding_table(results: Path, name: str = "end-to-end-h200") -> str:
     """Tokens per second of whole models and the ratio to bf16 with the same steps: one line per shape and format."""
     lines: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-    for row in read(results, "end-to-end-h200").get("rows", []):
+    for row in read(results, name).get("rows", []):
         if "failed" not in row:
             lines.setdefault((row["shape"], row["name"]), {})[row["batch"]] = row
     batches = sorted({batch for line in lines.values() for batch in line})

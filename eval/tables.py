@@ -131,6 +131,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "widths": bits_table,
     "speed": speed_table,
     "decoding": decoding_table,
+    "decoding-mixture": lambda results: decoding_table(results, "end-to-end-30b-a3b-h200"),
     "vllm": vllm_table,
     "decoding-earlier": earlier_decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),

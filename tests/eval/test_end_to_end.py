@@ -52,6 +52,22 @@ def test_matrices_have_the_widths_of_mode_best(tiny_shape: None) -> None:
         assert bits_of(equal, name) == [2, 2, 2]
 
 
+def test_experts_have_widths_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+    monkeypatch.setitem(end_to_end.MIXTURES, "tiny", TINY | experts)
+    model = end_to_end.build("tiny", "pair", 2.0, device="cpu", widths="best")
+    for name, bits in end_to_end.EXPERT_WIDTHS[2].items():
+        assert bits_of(model, f".{name}") == 3 * list(bits), name
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    original = end_to_end.build("tiny", "bf16", 16.0, device="cpu")
+    assert original.model.layers[0].mlp.experts.gate_up_proj.shape == (8, 128, 64)
+
+
 @pytest.mark.parametrize("tables", ["bands", "trellis", "grid"])
 def test_embedding_and_head_are_coded(tiny_shape: None, tables: end_to_end.Tables) -> None:
     model = end_to_end.build("tiny", "pair", 2.0, device="cpu", widths="best", tables=tables)
