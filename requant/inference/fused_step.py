@@ -44,6 +44,7 @@ from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 from requant.inference.trellis_ends import TrellisHead, TrellisInputs, trellis_head, trellis_inputs
+from requant.inference.trellis_mixture import called
 from requant.models.experts import has_experts
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -165,7 +166,7 @@ class MixtureBlock(PlainBlock):
     """A block whose MLP is a mixture of experts, and is called as the model calls it."""
 
     def mlp(self, y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        return self.block.mlp(y[None]).flatten(0, 1)
+        return called(self.block.mlp, y)
 
 
 def normalized(

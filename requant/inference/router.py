@@ -23,14 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class Router:
-    """Chooses the experts of few tokens."""
+    """Chooses the experts of few tokens, by the weight of a module (which may move, or be replaced)."""
 
-    def __init__(self, weight: Float[Tensor, "e h"], chosen: int, *, normalized: bool) -> None:
-        self.weight, self.chosen, self.normalized = weight, chosen, normalized
+    def __init__(self, gate: nn.Module, name: str, chosen: int, *, normalized: bool) -> None:
+        self.gate, self.name, self.chosen, self.normalized = gate, name, chosen, normalized
+
+    @property
+    def weight(self) -> Float[Tensor, "e h"]:
+        return self.gate.get_parameter(self.name)
 
     def __call__(self, y: Float[Tensor, "m h"]) -> tuple[Int[Tensor, "m s"], Float[Tensor, "m s"]]:
         """Experts and their weights."""
-        return choose_experts(y, self.weight, self.chosen, normalized=self.normalized)
+        return choose_experts(y, self.weight.detach(), self.chosen, normalized=self.normalized)
 
 
 @torch.no_grad()
@@ -39,11 +43,13 @@ def router_of(mixture: Any) -> Router | None:
     gate, experts = getattr(mixture, "gate", None), mixture.experts
     if not isinstance(gate, nn.Module) or not isinstance(experts, Experts):
         return None
-    if {name for name, _ in mixture.named_children()} != {"gate", "experts"} or _has_hooks(mixture, gate):
+    if {name for name, _ in mixture.named_children()} != {"gate", "experts"} or has_hooks(mixture):
         return None
-    tensors = [*gate.named_parameters(), *gate.named_buffers()]
-    weight = tensors[0][1] if len(tensors) == 1 else None
-    if weight is None or weight.dim() != 2 or not weight.is_contiguous() or len(weight) != len(experts):
+    parameters = list(gate.named_parameters())
+    if len(parameters) != 1 or next(gate.buffers(), None) is not None:
+        return None
+    ((name, weight),) = parameters
+    if weight.dim() != 2 or not weight.is_contiguous() or len(weight) != len(experts):
         return None
     if not supports(*weight.shape):
         return None
@@ -56,7 +62,7 @@ def router_of(mixture: Any) -> Router | None:
     wanted = weights.float().new_zeros(TOKENS, len(experts)).scatter_(1, indices, weights.float())
     candidates = []
     for normalized in (True, False):
-        router = Router(weight.detach(), indices.shape[1], normalized=normalized)
+        router = Router(gate, name, indices.shape[1], normalized=normalized)
         try:
             found, own = router(y)
         except torch.OutOfMemoryError:
@@ -96,5 +102,7 @@ def _noted(
     return indices, weights
 
 
-def _has_hooks(*modules: nn.Module) -> bool:
+def has_hooks(mixture: Any) -> bool:
+    """Whether a hook hangs on a mixture, its router or its experts, so that their modules must be called."""
+    modules = mixture, mixture.gate, mixture.experts
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)

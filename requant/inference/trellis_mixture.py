@@ -16,6 +16,7 @@ from requant_kernels.trellis.operands import Product, RotatedActivations
 from torch import Tensor, nn
 
 from requant.inference.experts import ExpertsStep
+from requant.inference.router import has_hooks
 from requant.models.experts import STEP_TOKENS, STEP_TOKENS_BESIDE_PREFILL, Experts
 
 
@@ -33,7 +34,7 @@ class TrellisMixture:
         given = {} if step is None else {"input_scales": step.input_scales, "form": step.input_form}
         found = rotated_norm(x, delta, norm.weight, norm.variance_epsilon, plain=y, **given)
         if step is None or y is None:
-            x += self.mixture(cast(Tensor, found)[None]).flatten(0, 1)
+            x += called(self.mixture, cast(Tensor, found))
             return
         assert step.router is not None
         step.add(cast(RotatedActivations, found), *step.router(y), into=x)
@@ -43,8 +44,17 @@ def trellis_mixture(block: nn.Module, _activation: str, rows: int) -> TrellisMix
     """The experts of a block for activations of so many rows; None where its norm is too wide for a launch."""
     if not supports(len(block.get_submodule("post_attention_layernorm").get_parameter("weight"))):
         return None
-    layer, step = block.get_submodule("mlp").get_submodule("experts"), None
+    mixture: Any = block.get_submodule("mlp")
+    layer, step = mixture.experts, None
     if isinstance(layer, Experts):
         few = STEP_TOKENS if layer.prefill is None else STEP_TOKENS_BESIDE_PREFILL
         step = layer.step if rows <= few else None
-    return TrellisMixture(block, step if isinstance(step, ExpertsStep) and step.router is not None else None)
+    if not isinstance(step, ExpertsStep) or step.router is None or has_hooks(mixture):
+        step = None
+    return TrellisMixture(block, step)
+
+
+def called(mixture: nn.Module, y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+    """What a mixture's own modules make of tokens; some return the router's logits beside it."""
+    found = mixture(y[None])
+    return (found[0] if isinstance(found, tuple) else found).flatten(0, 1)

@@ -1,6 +1,7 @@
 """Run under TRITON_INTERPRET=1 by `test_trellis_block.py`: a fused step of a mixture, its router and experts of several
 widths in a launch each, the assembly emulated, gives the logits of transformers' step with its experts one by one."""
 
+import itertools
 from typing import Any
 
 import emulate_trellis_block as dense
@@ -36,13 +37,13 @@ def random_mixture() -> Any:
         parameter.data.copy_(1 + 0.3 * noise if "norm" in name else noise * 0.5)
     unfuse_experts(model)
     signs = {k: torch.randn(k).sign().half() for k in (128, 192)}
+    widths = itertools.cycle(WIDTHS)
     for module in list(model.model.layers.modules()):
         linears = {
             name: child for name, child in module.named_children() if isinstance(child, torch.nn.Linear)
         }
-        for index, (name, linear) in enumerate(linears.items()):
-            bits = WIDTHS[(index + id(module) // 16) % 3] if linear.out_features else 2
-            dense.put_on_the_kernels(module, {name: linear}, bits, signs)
+        for name, linear in linears.items():
+            dense.put_on_the_kernels(module, {name: linear}, next(widths), signs)
     return model
 
 
@@ -72,8 +73,12 @@ def main() -> None:
     assert isinstance(plain.blocks[0], PlainBlock)
     check("a step", step(tokens, caches[1]), wanted, 5e-3)
 
-    layer.step = None  # by the mixture's own modules, between the block's launches
+    # by the mixture's own modules, between the block's launches
+    handle = second.block.mlp.gate.register_forward_hook(lambda *_: None)
     step, _ = fused_steps(model, 2, 100)
+    handle.remove()
+    assert isinstance(step.blocks[1].mlp, TrellisMixture) and step.blocks[1].mlp.step is None
+    layer.step = None
     check("a step of the model's own experts", step(tokens, caches[2]), wanted, 5e-3)
     scratch, own = empty_cache(model), empty_cache(model)
     logits = read_prompts(model, step.blocks, prompts[:, :2], scratch, 0)

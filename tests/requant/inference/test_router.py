@@ -39,6 +39,7 @@ def test_a_router_is_found_with_its_weights(first_mixture, name: str, normalized
     found = router.router_of(own)
     assert found is not None and own.experts.step is None
     assert found.normalized == (own.gate.norm_topk_prob if normalized is None else normalized)
+    own.gate.weight = torch.nn.Parameter(torch.randn_like(own.gate.weight))  # it is read where it is
     y = torch.randn(7, found.weight.shape[1])
     experts, weights = found(y)
     calls = router._noted(own, own.experts, y)
