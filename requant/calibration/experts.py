@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.hidden_states import HiddenStateCache
+from requant.models.config_checks import CHOSEN
 from requant.models.experts import Experts
 from requant.models.targets import QuantTarget
 
 SHRINKAGE = 1.0  # tau, in columns of the matrix
 EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
-# how a config calls the number of experts that a token is sent to; the last two are Gemma 4's and Aria's
-CHOSEN = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Values in a model's configuration files that transformers takes as they are, and on which it or a command fails later."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 _CHOICES = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
 MOST_BLOCKS = 10_000  # the deepest models have some hundred
 OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+# How a config calls the experts of a layer, and those that a token is sent to; the last two are Gemma 4's and Aria's.
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+CHOSEN = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
 
 def check_depth(path: str, config: Any) -> None:
@@ -24,6 +28,27 @@ def check_depth(path: str, config: Any) -> None:
             f"{path} cannot be loaded (num_hidden_layers in config.json is {depth}, not 1 to {MOST_BLOCKS:,}); download the "
             "model again."
         )
+
+
+def check_experts(where: str, config: Any) -> None:
+    """Raise ModelError for a mixture that sends a token to more experts than it has, at which its router fails."""
+    _, experts = _count(config, EXPERTS)
+    key, chosen = _count(config, CHOSEN)
+    if 1 < experts < chosen:  # Jamba with a single expert is a dense model, whatever else its config says
+        raise ModelError(
+            f"{where} cannot run ({key} is {chosen}, and a layer has {experts} experts); correct its config.json, or "
+            "download the model again."
+        )
+
+
+def _count(config: Any, keys: Sequence[str]) -> tuple[str, int]:
+    """The first of the keys that has one number for all layers, and that number; 0 where none has."""
+    for key in keys:
+        with suppress(RuntimeError):  # transformers', of a key that every layer has for itself
+            value = getattr(config.get_text_config(), key, None)
+            if isinstance(value, int):
+                return key, value
+    return "", 0
 
 
 def check_dtype(path: str, config: Any) -> None:

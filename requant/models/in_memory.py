@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.errors import ModelError
+from requant.models.config_checks import check_experts
 from requant.models.devices import pick_device
 from requant.models.loading import load_config, resolve_source
 
@@ -17,6 +18,7 @@ VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transform
 def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
     """Raise ModelError for a loaded model that cannot be quantized as it is, or where it is not as the arguments say."""
     check_head(model)
+    check_experts(f"this {type(model).__name__}", model.config)
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(
             f"this {type(model).__name__} is quantized already; give the original model or, for FP8 and MXFP4, one "

@@ -35,6 +35,7 @@ from requant.models.config_checks import (
     check_depth,
     check_dtype,
     check_end_tokens,
+    check_experts,
 )
 from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.named_outputs import with_named_outputs
@@ -222,6 +223,7 @@ def load_config(path: str) -> Any:
     with _refusing(path, "a model that transformers knows"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     check_depth(path, config)
+    check_experts(path, config)
     return config
 
 

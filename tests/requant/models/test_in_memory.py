@@ -108,6 +108,11 @@ def test_what_does_not_go_with_a_model_is_refused(tiny_folder, tokenizer, monkey
             ModelError, match="device cpu is not that of the loaded model, xpu; move the model"
         ):
             requant.quantize(model, tiny_recipe("rtn"), device="cpu")
+    for name, count in (("num_experts", 4), ("num_experts_per_tok", 5)):
+        setattr(model.config, name, count)
+    with pytest.raises(ModelError, match=r"this LlamaForCausalLM cannot run \(num_experts_per_tok is 5"):
+        requant.quantize(model, tiny_recipe("rtn"))
+    model.config.num_experts_per_tok = 4
     model.model.layers[1].mlp.to("meta")  # as where device_map offloads a part
     with pytest.raises(
         ModelError, match=r"1\.mlp\.gate_proj\.weight of the loaded model is on the device meta"

@@ -136,6 +136,29 @@ def test_no_blocks_and_endless_blocks_are_refused(copy: Path, depth: int) -> Non
         load_config(str(copy))
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3", "gemma4-moe"])
+def test_more_experts_a_token_than_experts_are_refused(tiny_folder, tmp_path: Path, name: str) -> None:
+    """Of every name that configurations have for the two numbers."""
+    copy = Path(shutil.copytree(tiny_folder(name), tmp_path / "copy"))
+    load_config(str(copy))
+    key = "num_experts_per_tok"
+    if name == "gemma4-moe":
+        set_key(copy / "config.json", key, None)
+        key = "top_k_experts"
+    set_key(copy / "config.json", key, 9)
+    with pytest.raises(
+        ModelError, match=rf"{key} is 9, and a layer has [48] experts\); correct its config.json"
+    ):
+        load_config(str(copy))
+
+
+def test_a_dense_model_whose_configuration_counts_experts_is_loaded(copy: Path) -> None:
+    """Jamba with a single expert has no router, and others take over keys of a mixture."""
+    for key, value in {"num_experts": 1, "num_experts_per_tok": 2}.items():
+        set_key(copy / "config.json", key, value)
+    load_config(str(copy))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
