@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from requant.models.file_names import disk_names
+from requant.models.token_tables import token_tables
 
 
 def matched(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> dict[str, set[str]]:
@@ -33,12 +34,11 @@ def why_unmatched(model: nn.Module, names: Sequence[str], pattern: str) -> str:
     other = min(matched(model, modules.keys() - set(names), [pattern])[pattern], default=None)
     if other is None:
         near = difflib.get_close_matches(pattern, names, n=1) or names
-        return f"names look like {near[0]}."
-    if isinstance(model, PreTrainedModel) and modules[other] in (
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    ):
-        return f"{other} has an option of its own: --head-bits 16."
+        return f"names look like {near[0]}, and embedding and head have --head-bits."
+    if isinstance(model, PreTrainedModel):
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        if modules[other] in (*ends, *token_tables(model).values()):
+            return f"{other} has an option of its own, --head-bits; 16 leaves it as it is."
     return f"{other} is never quantized; leave it out."
 
 

@@ -178,11 +178,12 @@ def find_linears(
     if not kept:
         raise ModelError("every matrix is skipped; nothing is left to quantize.")
     for pattern in options or {}:
-        if found[pattern] <= skipped:
+        if not found[pattern]:
             raise ModelError(
-                f"modules: '{pattern}' matches no matrix that is quantized; names look like {kept[0].name}, and embedding "
-                "and head have --head-bits."
+                f"modules: '{pattern}' matches no matrix; {why_unmatched(model, names, pattern)}"
             )
+        if found[pattern] <= skipped:
+            raise ModelError(f"modules: '{pattern}' matches only matrices that are skipped; leave it out.")
     for pattern, given in (options or {}).items():
         kept = [
             replace(target, options={**target.options, **given}) if target.name in found[pattern] else target

@@ -119,16 +119,26 @@ def test_names_in_weight_files_are_names_too(tiny_model, family: str, pattern: s
     [
 ("mixtral", "*.block_sparse_moe.gate", "model.layers.0.mlp.gate is never quantized; leave it out"),
         ("gpt-oss", "*.router", "model.layers.0.mlp.router is never quantized"),
-        ("llama", "lm_head", "lm_head has an option of its own: --head-bits 16"),
+        ("llama", "lm_head", "lm_head has an option of its own, --head-bits; 16 leaves it as it is"),
         ("llama-tied", "lm_head", "lm_head has an option of its own"),
+        ("gemma3n", "*_per_layer", "model.embed_tokens_per_layer has an option of its own"),
         ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj", r"names look like model\.layers\.0\.mlp\.experts\.\d\.gate"),
     ],
 )  # fmt: skip
-def test_skip_of_what_is_never_quantized_says_so(tiny_model, family: str, pattern: str, said: str) -> None:
+def test_a_pattern_for_what_is_never_quantized_says_so(
+    tiny_model, family: str, pattern: str, said: str
+) -> None:
     model = tiny_model(family)
     unfuse_experts(model)
     with pytest.raises(ModelError, match=rf"matches no matrix; {said}"):
         find_linears(model, skip=[pattern])
+    with pytest.raises(ModelError, match=rf"modules: .* matches no matrix; {said}"):
+        find_linears(model, options={pattern: {"bits": 3}})
+
+
+def test_options_for_matrices_that_are_skipped_are_refused(tiny_model) -> None:
+    with pytest.raises(ModelError, match=r"modules: '\*\.up_proj' matches only matrices that are skipped"):
+        find_linears(tiny_model("llama"), skip=["*.mlp.*"], options={"*.up_proj": {"bits": 3}})
 
 
 def test_skip_that_matches_nothing_or_everything_is_refused(tiny_model) -> None:
