@@ -112,8 +112,14 @@ def compare_checkpoints(
 
 
 def read_entry(name: str) -> Entry:
-    """What the files of a checkpoint record. Raises CheckpointError for the report of an older version."""
+    """What the files of a checkpoint record. Raises CheckpointError for a model in ordinary weights, such as a dense export,
+    and for the report of an older version."""
     folder = Path(resolve_source(name))
+    if read_json(folder / "config.json").get("quantization_config") is None:
+        raise CheckpointError(
+            f"{name} is not quantized, and `requant compare` reads what a checkpoint of requant says of itself; "
+            "`requant eval MODEL CHECKPOINT --reference ORIGINAL` measures both."
+        )
     header = read_header(folder, trust_remote_code=True)  # no code is run here
     table = byte_table(header)
     weights: dict[str, list[int]] = {}

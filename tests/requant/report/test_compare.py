@@ -12,6 +12,7 @@ import pytest
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, InputError
+from requant.exporters.export import export
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.report.compare import (
@@ -158,6 +159,12 @@ def test_a_page_that_does_not_fit_the_disk_leaves_nothing(
         code == 1 and f"{tmp_path / 'page.html'} cannot be written (No space left on device); free" in error
     )
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_dense_export_is_for_eval_to_score(cli, checkpoints: list[str], tmp_path: Path) -> None:
+    export(checkpoints[0], "dense", tmp_path / "dense")
+    code, _, error = cli("compare", checkpoints[0], tmp_path / "dense")
+    assert code == 2 and "is not quantized" in error and "`requant eval MODEL CHECKPOINT --reference" in error
 
 
 def test_the_command(cli, checkpoints: list[str], tmp_path: Path, tiny_folder) -> None:
