@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, ModelError, TextError
-from requant.evaluation.perplexity import Quality, perplexity_and_kl
+from requant.evaluation.perplexity import Quality, perplexity_and_kl, warn_of_long_windows
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import on_its_gpu, pick_device
 from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
@@ -90,17 +90,17 @@ def evaluate_all(
                 f"{name} has another vocabulary than {models[0]}, and all are scored on the tokens of the first: {remedy}."
             )
     reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
+    if reference_model is not None:
+        warn_of_long_windows(reference_model, tokens)
     bits = [byte_table(each).bits_per_weight if is_checkpoint(each) else None for each in folders]
     sizes = [folder_bytes(each) for each in folders]
     rows = []
     for name, folder, bits_per_weight, size_bytes in zip(models, folders, bits, sizes, strict=True):
-        quality = perplexity_and_kl(
-            open_model(folder, device=where, dtype=dtype),  # freed before the next one
-            tokens,
-            text=scored,
-            reference=reference_model,
-            progress=not quiet,
-        )
+        model = open_model(folder, device=where, dtype=dtype)
+        if reference_model is None:
+            warn_of_long_windows(model, tokens)
+        quality = perplexity_and_kl(model, tokens, text=scored, reference=reference_model, progress=not quiet)
+        del model  # before the next one takes its memory
         rows.append(Row(name=name, bits_per_weight=bits_per_weight, size_bytes=size_bytes, quality=quality))
     return rows
 

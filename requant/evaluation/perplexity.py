@@ -36,7 +36,7 @@ from requant.text.windows import check_has_rows
 
 RISE = 0.25  # nats a token: by how much loss may be higher in the second half of windows without a warning
 CERTAIN = 4.0  # standard errors of that rise
-PROBED = 4  # windows that tell it before a run
+PROBED = 4  # windows that tell it
 
 CHUNK_ELEMENTS = 2**24  # log-softmax runs over this many float32 logits at once: 64 MiB
 
@@ -137,7 +137,6 @@ def perplexity_and_kl(
 def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: Text) -> Quality:
     """Means and quantiles of the scores of all positions, in rows as `_score` gives them."""
     quantized, *compared = scores.double()
-    _warn_of_length((compared or [quantized])[0].view(len(windows), -1))
     protocol = Protocol(
         text=text.name,
         sha256=text.sha256,
@@ -159,15 +158,27 @@ def _quality(scores: Float[Tensor, "r p"], windows: Int64[Tensor, "s t"], text: 
     )
 
 
-def _warn_of_length(losses: Float[Tensor, "s t"]) -> None:
-    """Say it if the unquantized model (or the only one) predicts the end of windows worse than their beginning.
+@torch.inference_mode()
+def warn_of_long_windows(model: PreTrainedModel, *texts: Int64[Tensor, "_ _"]) -> None:
+    """Before long work on windows of these texts: say it if an unquantized model predicts their ends worse than their
+    beginnings, by PROBED windows of the text whose windows are longest.
 
     With more text before them tokens are easier, unless windows are longer than those that the model was trained on: a
     configuration may allow more positions.
     """
-    length = losses.shape[1]
-    if length < 2:
+    halved = [windows for windows in texts if len(windows) > 1 and windows.shape[1] > 2]
+    if not halved:
         return
+    windows = max(halved, key=lambda each: each.shape[1])
+    _check_windows(model, windows)
+    probed = windows[:PROBED].split(1)
+    at, rows = after_blocks(model, windows, probed), []
+    for index, window in enumerate(probed):
+        with at(index):
+            logits = model(window.to(model.device), use_cache=False).logits[0, :-1]
+        rows.append(_score(logits, window[0, 1:], None))
+    losses = torch.cat(rows)
+    length = losses.shape[1]
     first, second = losses[:, : length // 2].mean(1), losses[:, length // 2 :].mean(1)
     rises = (second - first).tolist()
     error = standard_error(rises)
@@ -179,18 +190,6 @@ def _warn_of_length(losses: Float[Tensor, "s t"]) -> None:
             first.mean(),
             second.mean(),
         )
-
-
-@torch.inference_mode()
-def warn_of_long_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> None:
-    """`_warn_of_length` before long work on these windows: by the losses of PROBED of them."""
-    probed = windows[:PROBED].split(1)
-    at, losses = after_blocks(model, windows, probed), []
-    for index, window in enumerate(probed):
-        with at(index):
-            logits = model(window.to(model.device), use_cache=False).logits[0, :-1]
-        losses.append(_score(logits, window[0, 1:], None))
-    _warn_of_length(torch.cat(losses))
 
 
 def standard_error(values: Sequence[float]) -> float | None:

@@ -123,7 +123,7 @@ def quantize(
         progress.expect(expected_stages(prepared, recipe, own.type), memory=lambda: used_memory(own))
         warn_of_a_slow_run(prepared, recipe, own.type)
         run = start(prepared, recipe, workspace=workspace, quiet=quiet)
-        warn_of_long_windows(run.model, run.windows)
+        warn_of_long_windows(run.model, run.windows, prepared.eval_windows)
         if has_budget(recipe):
             progress.enter("allocation")
         if statistics is not None:

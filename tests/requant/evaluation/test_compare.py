@@ -12,6 +12,7 @@ from requant.checkpoint.inspect import inspection
 from requant.display import format_table
 from requant.errors import CheckpointError, InputError, ModelError, RequantError, TextError
 from requant.evaluation.compare import evaluate_all
+from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.generate import generate_text
 from requant.inference.load import is_checkpoint, open_model
 from requant.quantizers.registry import METHODS
@@ -101,6 +102,32 @@ def test_no_model_is_scored_before_all_are_checked(
     )
     with pytest.raises(RequantError, match=said):
         evaluate_all([checkpoint, str(other)], text=[str(tiny_text_file)], context=32, windows=1)
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_windows_that_are_too_long_are_said_before(
+    checkpoint: str, tiny_folder, tiny_text_file: Path, monkeypatch, caplog, compared: bool
+) -> None:
+    """By the original where there is one, which no checkpoint's codes spoil."""
+    for name in ("RISE", "CERTAIN"):  # whatever the loss of a model without training
+        monkeypatch.setattr(f"requant.evaluation.perplexity.{name}", -100.0)
+    said_before = []
+
+    def score(*args: object, **options: object) -> Quality:
+        said_before.append(caplog.text.count("windows of 32 tokens are probably longer"))
+        return perplexity_and_kl(*args, **options)
+
+    monkeypatch.setattr("requant.evaluation.compare.perplexity_and_kl", score)
+    reference = str(tiny_folder("llama")) if compared else None
+    evaluate_all(
+        [checkpoint, str(tiny_folder("llama"))],
+        text=[str(tiny_text_file)],
+        context=32,
+        windows=5,
+        reference=reference,
+    )
+    assert said_before == ([1, 1] if compared else [1, 2])
+    assert caplog.text.count("probably longer") == said_before[-1]
 
 
 def test_another_vocabulary_is_refused(checkpoint: str, tiny_text_file: Path) -> None:

@@ -172,6 +172,16 @@ def test_windows_that_are_too_long_are_said_before(
     assert "windows of 32 tokens are probably longer" in caplog.text
 
 
+@pytest.mark.parametrize("context", [32, 48])
+def test_windows_that_are_too_long_are_said_once(run, monkeypatch, caplog, context: int) -> None:
+    """Of the text that is scored as well, at the beginning, and not again when it is."""
+    for name in ("RISE", "CERTAIN"):
+        monkeypatch.setattr(f"requant.evaluation.perplexity.{name}", -100.0)
+    run(changed(evaluation={"context": context}))
+    assert caplog.text.count(f"windows of {context} tokens are probably longer") == 1
+    assert caplog.text.count("probably longer") == 1
+
+
 def test_the_same_recipe_gives_the_same_bytes(run, tmp_path: Path) -> None:
     recipe = changed(detach={"temperatures": (1.0,), "steps": 1})
     result = run(recipe)
