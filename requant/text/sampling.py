@@ -40,8 +40,9 @@ def sample_next(
     if temperature < GREEDY_BELOW:
         return logits.argmax(-1, keepdim=True)
     probabilities, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    probabilities[mass_before >= top_p] = 0.0
+    if top_p < 1.0:  # sums in float32 come to 1 before the last tokens
+        mass_before = probabilities.cumsum(-1) - probabilities
+        probabilities[mass_before >= top_p] = 0.0
     probabilities[probabilities < min_p * probabilities[:, :1]] = 0.0
     if top_k is not None:
         probabilities[:, top_k:] = 0.0

@@ -374,6 +374,19 @@ def test_nucleus_holds_no_token_beyond_its_mass():
         sample_next(logits * float("nan"), generator=torch.Generator())
 
 
+@pytest.mark.parametrize(("top_p", "cut"), [(1.0, False), (0.9999, True)])
+def test_a_whole_nucleus_leaves_out_no_token(monkeypatch, top_p: float, cut: bool) -> None:
+    """Of 128,256 tokens the last 14,000 begin where the sum of those before them, rounded, is 1."""
+    logits = 3.0 * torch.randn(1, 128_256, generator=torch.Generator().manual_seed(0))
+    drawn_from: list[torch.Tensor] = []
+    draw = torch.multinomial
+    monkeypatch.setattr(
+        torch, "multinomial", lambda p, *args, **kw: drawn_from.append(p) or draw(p, *args, **kw)
+    )
+    sample_next(logits, top_p=top_p, generator=torch.Generator().manual_seed(0))
+    assert bool((drawn_from[0] == 0).any()) == cut
+
+
 def test_the_models_own_text_repeats_with_its_seed_and_leaves_the_global_state(tokenizer, monkeypatch):
     monkeypatch.setattr("requant.text.windows.SELF_BATCH", 2)
     monkeypatch.setattr("requant.text.windows.SELF_TOKENS", 24)
