@@ -19,7 +19,7 @@ from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.display import format_bytes
-from requant.errors import NumericalError, WriteError
+from requant.errors import NumericalError, RequantError, WriteError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
@@ -303,7 +303,7 @@ def copy_files(source: Path, target: Path, *, left_out: Sequence[str] = NOT_COPI
     """Copy tokenizer, templates, generation config, licence: the small files that lie beside a model's weights.
 
     `left_out` are patterns of lower-case names of files, and of COPIED_FOLDERS. What `target` has already is kept; a file
-    above MOST_COPIED_BYTES is left, with a warning.
+    above MOST_COPIED_BYTES is left, with a warning. Raises RequantError for one that cannot be read.
     """
     for folder in (source, *(source / name for name in COPIED_FOLDERS)):
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -323,8 +323,15 @@ def copy_files(source: Path, target: Path, *, left_out: Sequence[str] = NOT_COPI
                     format_bytes(size),
                 )
                 continue
+            try:
+                content = file.read_bytes()
+            except OSError as error:  # not the output's, as those of writing are
+                raise RequantError(
+                    f"{file} cannot be read ({error.strerror or error}), so it cannot be copied; make it readable or remove "
+                    "it, and repeat the command, a run with --resume."
+                ) from error
             copy.parent.mkdir(exist_ok=True)
-            write_bytes(copy, file.read_bytes())
+            write_bytes(copy, content)
 
 
 def _write_json(path: Path, value: Any) -> None:

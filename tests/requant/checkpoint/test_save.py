@@ -23,7 +23,7 @@ from requant.checkpoint.read import load_weights
 from requant.checkpoint.save import save_checkpoint
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
-from requant.errors import NumericalError, OutputError
+from requant.errors import NumericalError, OutputError, RequantError
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
@@ -193,6 +193,13 @@ def test_a_large_file_beside_the_weights_is_not_copied(
     path = save(model, tmp_path / "copied", weights, source=source)
     assert (path / "LICENSE").is_file() and not (path / "train.jsonl").exists()
     assert "train.jsonl is not copied: it has 97.7 KiB; copy it yourself" in caplog.text
+
+
+def test_a_file_of_the_source_that_cannot_be_read_is_named(parts, tmp_path: Path) -> None:
+    model, weights = parts
+    (tmp_path / "source" / "LICENSE").symlink_to("/proc/self/mem")  # an error to read, for root too
+    with pytest.raises(RequantError, match=r"source/LICENSE cannot be read \(.*, a run with --resume"):
+        save(model, tmp_path / "copied", weights, source=tmp_path / "source")
 
 
 def test_an_existing_output_is_kept(parts, tmp_path: Path) -> None:
