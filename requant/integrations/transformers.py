@@ -7,6 +7,7 @@ dtypes of the file, so transformers loads and saves them like any other tensor.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class RequantHfQuantizer(HfQuantizer):
     requires_calibration = True
     quantization_config: Any
     provenance = "unverified"  # what the checksums said of the weight files
+    saves_original_format = True
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
@@ -108,6 +110,8 @@ class RequantHfQuantizer(HfQuantizer):
                 show_rows(layer)
         tie_head(model)
         guard_resizing(model)
+        # no bound method: pickled, that would become the method of the class
+        model.save_pretrained = partial(save_pretrained, model)
         rotation = parse_rotation(self.quantization_config.to_dict())
         if rotation is not None:
             rotate_stream(model, rotation)
@@ -122,7 +126,8 @@ class RequantHfQuantizer(HfQuantizer):
         config = model.config.quantization_config
         for table in ("modules", "vocabulary"):
             if hasattr(config, table):
-                setattr(config, table, named_as_saved(model, getattr(config, table)))
+                entries = named_as_saved(model, getattr(config, table), renamed=self.saves_original_format)
+                setattr(config, table, entries)
         return super().get_state_dict_and_metadata(model, *args, **kwargs)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
@@ -161,11 +166,19 @@ def register() -> None:
         register_quantizer(METHOD)(RequantHfQuantizer)
 
 
-def named_as_saved(model: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of matrices by the names that transformers gives them in files; requant keeps the model's name for an
-    embedding, and a source's for all else."""
+def save_pretrained(model: Any, *arguments: Any, save_original_format: bool = True, **options: Any) -> None:
+    """transformers' method of that name, which does not say by which names it saves when it asks for the tables."""
+    model.hf_quantizer.saves_original_format = save_original_format
+    type(model).save_pretrained(model, *arguments, save_original_format=save_original_format, **options)
+
+
+def named_as_saved(model: nn.Module, table: Mapping[str, Any], *, renamed: bool) -> dict[str, Any]:
+    """A table of matrices by the names that transformers gives them in files: where they are `renamed`, those of a source,
+    else the model's own. requant itself keeps the model's name for an embedding, and a source's for all else."""
     paths = module_names(model, [f"{name}.weight" for name in table], model.state_dict())
-    saved = disk_names(model, dict.fromkeys(paths.values(), torch.empty(0)))
+    saved = {path: path for path in paths.values()}
+    if renamed:
+        saved = disk_names(model, dict.fromkeys(saved, torch.empty(0)))
     return {saved[paths[f"{name}.weight"]].removesuffix(".weight"): entry for name, entry in table.items()}
 
 
