@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from requant.models.stacked import stacked
+from requant.models.weight_conversions import quick_conversions
 
 USUAL_NAMES = ("gate_proj", "up_proj", "down_proj")
 STEP_TOKENS = 64  # at most, that `Experts.step` takes: more are better multiplied as matrices
@@ -170,8 +171,9 @@ def unfuse_experts(model: nn.Module) -> None:
         if type(module).__name__ == "Llama4TextMoe" and not isinstance(module.experts, Experts):
             _describe(module.experts)
             model.set_submodule(path, InputWeighted(module))
-    for path, module in list(model.named_modules()):
-        if _is_fused(module):
+    fused = [(path, module) for path, module in model.named_modules() if _is_fused(module)]
+    with quick_conversions(model):
+        for path, module in fused:
             names = _names_in_files(model, path, module)
             usual = USUAL_NAMES[0 if module.has_gate else 1 :]
             experts = [Expert(linears, names or usual, module) for linears in _linears(module)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from requant.models.experts import Experts
+from requant.models.weight_conversions import quick_conversions
 
 
 def names_in_files(model: nn.Module, stored: Collection[str] = ()) -> dict[str, str]:
@@ -60,17 +61,11 @@ def disk_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     found = {name: name for name in tensors}
     if not isinstance(model, PreTrainedModel):
         return found
-    # In a model that it has not loaded itself transformers looks for these among all modules, for every tensor anew: minutes
-    # where there are thousands of experts.
-    inner = [(path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)]
-    vars(model)["named_modules"] = lambda: iter(inner)
-    try:
+    with quick_conversions(model):
         for name, tensor in tensors.items():
             names = list(revert_weight_conversion(model, {name: tensor}))
             if len(names) == 1:
                 found[name] = names[0]
-    finally:
-        del vars(model)["named_modules"]
     return found
 
 
