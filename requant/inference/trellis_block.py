@@ -150,7 +150,8 @@ def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisB
     ):
         return None
     readers = Readers(qkv, sequences)
-    mlp = (trellis_mixture if has_experts(block) else _trellis_mlp)(block, activation, sequences)
+    mixture = has_experts(block)
+    mlp = trellis_mixture(block, sequences) if mixture else _trellis_mlp(block, activation, sequences)
     if mlp is None or not readers.share_form:
         return None
     splits = sequences == 1 and combines_parts(layout_of(o[0]))

@@ -40,7 +40,7 @@ class TrellisMixture:
         step.add(cast(RotatedActivations, found), *step.router(y), into=x)
 
 
-def trellis_mixture(block: nn.Module, _activation: str, rows: int) -> TrellisMixture | None:
+def trellis_mixture(block: nn.Module, rows: int) -> TrellisMixture | None:
     """The experts of a block for activations of so many rows; None where its norm is too wide for a launch."""
     if not supports(len(block.get_submodule("post_attention_layernorm").get_parameter("weight"))):
         return None

@@ -5,12 +5,14 @@
 so the gates of all slots come first, then the ups; downs have one part, with a row of activations per slot. A CTA reads its
 expert on the device, so the host never learns it, and a step can be captured as a CUDA graph; then it reads where the matrix
 is (`ExpertStack.places`), and branches to the code for its width, as in `trellis/gemv_group.py`. A budget gives the experts
-of a layer up to ten widths: a launch for each took longer than all products.
+of a layer up to thirteen widths from 1 to 4 bits: a launch for each would be most of a step's launches.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -75,34 +77,41 @@ def experts_gemv_kernel(
 def experts_gemv(x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, per_token: int) -> Tensor:
     """V times rotated activations for every slot, float32 [parts * slots, rows]; slot i of a part reads row i / per_token of
     x. `experts`: int [slots], any of the stack's."""
-    device, code, total, tiles = (
-        experts.device,
-        stack.layout.code,
-        stack.parts * len(experts),
-        -(-stack.n // TILE),
+    device, total, tiles = experts.device, stack.parts * len(experts), -(-stack.n // TILE)
+    slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
+    ctas, columns, constants = _program(
+        stack.layout.code, stack.widths, stack.n, stack.k, total, slots, x.scales is not None, device
     )
-    configs = trellis_slots([Shape(code, bits, stack.n, stack.k, 1) for bits in stack.widths], total, device)
-    parts, columns = [], []
-    for bits, config in zip(stack.widths, configs, strict=True):
-        quad_bits = round(4 * bits)
-        unit = 64 * k64_per_unit(quad_bits)
-        units = -(-stack.k // unit)
-        parts.append((code, quad_bits, words_per_load(quad_bits), config, units, x.scales is not None))
-        columns.append(unit * units)
     # of a width that only other layers have anything may stand here: no matrix is there
     codes = [stack.by_bits.get(bits, (stack.layout,))[0].packed_codes for bits in stack.widths]
     y = torch.empty(total, TILE * tiles, dtype=torch.float32, device=device)
-    pdl = supports_pdl(device)
     launch(
-        experts_gemv_kernel, (-(-tiles // configs[0].tiles_per_cta), total, 1),
+        experts_gemv_kernel, (ctas, total, 1),
         (
-            x.values, x.scales, tuple(codes), y, experts, stack.places, tiles, tuple(columns),
-            x.values.shape[1] // HADAMARD_TILE, x.values.stride(0),
+            x.values, x.scales, tuple(codes), y, experts, stack.places, tiles, columns, x.values.shape[1] // HADAMARD_TILE,
+            x.values.stride(0),
         ),
-        interned(
-            **group_constants(tuple(parts), 1),
-            SLOTS=Slots(parts=stack.parts, experts=stack.experts, per_token=per_token), PDL=pdl,
-            num_warps=configs[0].num_warps, num_stages=1, **pdl_option(pdl),
-        ),
+        constants,
     )  # fmt: skip
     return y
+
+
+@cache
+def _program(
+    code: str, widths: tuple[float, ...], n: int, k: int, total: int, slots: Slots, int8: bool, device: torch.device
+) -> tuple[int, tuple[int, ...], Mapping[str, object]]:  # fmt: skip
+    """CTAs of a matrix, columns of whole units of every width, and the constants of the kernel."""
+    configs = trellis_slots([Shape(code, bits, n, k, 1) for bits in widths], total, device)
+    parts, columns = [], []
+    for bits, config in zip(widths, configs, strict=True):
+        quad_bits = round(4 * bits)
+        unit = 64 * k64_per_unit(quad_bits)
+        units = -(-k // unit)
+        parts.append((code, quad_bits, words_per_load(quad_bits), config, units, int8))
+        columns.append(unit * units)
+    first, pdl = configs[0], supports_pdl(device)
+    constants = interned(
+        **group_constants(tuple(parts), 1), SLOTS=slots, PDL=pdl, num_warps=first.num_warps, num_stages=1,
+        **pdl_option(pdl),
+    )  # fmt: skip
+    return -(-n // (TILE * first.tiles_per_cta)), tuple(columns), constants
