@@ -14,9 +14,8 @@ from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from requant.errors import NumericalError, TextError
+from requant.errors import TextError
 from requant.text import windows
-from requant.text.sampling import sample_next
 from requant.text.sources import Text, read_text
 from requant.text.windows import overlap, sample_self, token_windows
 
@@ -361,30 +360,6 @@ def test_overlap_is_the_share_of_shared_runs():
     assert overlap(text_of(ours), text_of(theirs)) == 0.0
     assert overlap(text_of(ours), text_of(ours)) == 1.0
     assert overlap(text_of(ours), text_of(f"{ours} {theirs}")) == pytest.approx(0.5, abs=0.02)
-
-
-def test_nucleus_holds_no_token_beyond_its_mass():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(2000, 4)
-    drawn = sample_next(logits, top_p=0.75, generator=torch.Generator().manual_seed(0)).flatten()
-    assert set(drawn.tolist()) == {0, 1}
-    assert drawn.float().mean().item() == pytest.approx(0.3 / 0.8, abs=0.04)
-    greedy = sample_next(logits, temperature=0.0, generator=torch.Generator())
-    assert greedy.unique().tolist() == [0]
-    with pytest.raises(NumericalError, match="NaN"):
-        sample_next(logits * float("nan"), generator=torch.Generator())
-
-
-@pytest.mark.parametrize(("top_p", "cut"), [(1.0, False), (0.9999, True)])
-def test_a_whole_nucleus_leaves_out_no_token(monkeypatch, top_p: float, cut: bool) -> None:
-    """Of 128,256 tokens the last 14,000 begin where the sum of those before them, rounded, is 1."""
-    logits = 3.0 * torch.randn(1, 128_256, generator=torch.Generator().manual_seed(0))
-    drawn_from: list[torch.Tensor] = []
-    draw = torch.multinomial
-    monkeypatch.setattr(
-        torch, "multinomial", lambda p, *args, **kw: drawn_from.append(p) or draw(p, *args, **kw)
-    )
-    sample_next(logits, top_p=top_p, generator=torch.Generator().manual_seed(0))
-    assert bool((drawn_from[0] == 0).any()) == cut
 
 
 def test_the_models_own_text_repeats_with_its_seed_and_leaves_the_global_state(tokenizer, monkeypatch):
