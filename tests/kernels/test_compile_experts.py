@@ -39,7 +39,7 @@ def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: i
     slots = Slots(parts=parts, experts=128, per_token=8 if parts == 2 else 1)
     given = group_constants(tuple(kinds), 1) | {"PDL": True, "SLOTS": slots, "hadamard_tiles": 1}
     pointers: dict[str, Any] = {"x_ptr": "*i8" if int8 else "*fp16", "scales_ptr": "*fp32", "y_ptr": "*fp32"}
-    pointers |= {"experts_ptr": "*i32", "places_ptr": "*i32", "tiles": "i32"}
+    pointers |= {"experts_ptr": "*i32", "locations_ptr": "*i32", "tiles": "i32"}
     pointers |= {"codes_ptrs": ("*i32",) * len(widths), "columns": ("i32",) * len(widths)}
     return compile_kernel(
         experts_gemv_kernel, given, capability=90, pointers=pointers, warps=configs[0].num_warps, aligned=("stride_x",),
@@ -109,7 +109,7 @@ def test_a_router_is_small_and_does_not_spill() -> None:
     )  # fmt: skip
     assert machine.stack == 0 and machine.instructions < 700
     pointers |= {"experts_ptr": "*i32", "weights_ptr": "*bf16"}
-    constants = {"CHOSEN": 8, "NORMALIZED": True, "PADDED": 128, "PLACES": 8, "PDL": True}
+    constants = {"CHOSEN": 8, "NORMALIZED": True, "PADDED": 128, "PADDED_CHOSEN": 8, "PDL": True}
     machine = compile_kernel(choose_kernel, constants, capability=90, pointers=pointers, warps=1)
     assert machine.stack == 0 and machine.instructions < 1500
 

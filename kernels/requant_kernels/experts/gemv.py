@@ -4,8 +4,8 @@
 
 so the gates of all slots come first, then the ups; downs have one part, with a row of activations per slot. A CTA reads its
 expert on the device, so the host never learns it, and a step can be captured as a CUDA graph; then it reads where the matrix
-is (`ExpertStack.places`), and branches to the code for its width, as in `trellis/gemv_group.py`. A budget gives the experts
-of a layer up to thirteen widths from 1 to 4 bits: a launch for each would be most of a step's launches.
+is (`ExpertStack.locations`), and branches to the code for its width, as in `trellis/gemv_group.py`. A budget gives the
+experts of a layer up to thirteen widths from 1 to 4 bits: a launch for each would be most of a step's launches.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
@@ -41,25 +41,25 @@ class Slots:
 
 
 @triton.jit
-def slot_of(experts_ptr, places_ptr, SLOTS: tl.constexpr):
+def slot_of(experts_ptr, locations_ptr, SLOTS: tl.constexpr):
     """Row of x, number of the width, and index in its stack, for slot `program_id(1)`; the first and last int64."""
     slots = tl.num_programs(1) // SLOTS.parts
     own, part = tl.program_id(1) % slots, tl.program_id(1) // slots
     matrix = part * SLOTS.experts + tl.load(experts_ptr + own).to(tl.int64)
-    width, index = tl.load(places_ptr + 2 * matrix), tl.load(places_ptr + 2 * matrix + 1)
+    width, index = tl.load(locations_ptr + 2 * matrix), tl.load(locations_ptr + 2 * matrix + 1)
     return (own // SLOTS.per_token).to(tl.int64), width, index.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def experts_gemv_kernel(
-    x_ptr, scales_ptr, codes_ptrs, y_ptr, experts_ptr, places_ptr, tiles, columns, hadamard_tiles, stride_x,
+    x_ptr, scales_ptr, codes_ptrs, y_ptr, experts_ptr, locations_ptr, tiles, columns, hadamard_tiles, stride_x,
     PARTS: tl.constexpr, ALLOCATE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[slots, 16 tiles]`; grid (CTAs of a matrix, slots). x, `columns`, PARTS and ALLOCATE: as of
     `trellis_gemv_group_kernel`; `codes_ptrs` and `columns`: of every width, all of which agree in warps and tiles a CTA."""
     sums_at = allocate_sums(ALLOCATE, PARTS[0].shape.num_warps)
     wait_for_previous_launch(PDL, False)  # it may have chosen the experts
-    token, width, index = slot_of(experts_ptr, places_ptr, SLOTS)
+    token, width, index = slot_of(experts_ptr, locations_ptr, SLOTS)
     y_ptr += tl.program_id(1).to(tl.int64) * (16 * tiles)
     x_ptr += token * stride_x * (1 if scales_ptr is None else 2)
     if scales_ptr is not None:
@@ -88,8 +88,8 @@ def experts_gemv(x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, 
     launch(
         experts_gemv_kernel, (ctas, total, 1),
         (
-            x.values, x.scales, tuple(codes), y, experts, stack.places, tiles, columns, x.values.shape[1] // HADAMARD_TILE,
-            x.values.stride(0),
+            x.values, x.scales, tuple(codes), y, experts, stack.locations, tiles, columns,
+            x.values.shape[1] // HADAMARD_TILE, x.values.stride(0),
         ),
         constants,
     )  # fmt: skip

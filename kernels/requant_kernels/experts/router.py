@@ -42,27 +42,27 @@ def logits_kernel(
 @triton.jit
 def choose_kernel(
     logits_ptr, experts_ptr, weights_ptr, experts, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, PADDED: tl.constexpr,
-    PLACES: tl.constexpr, PDL: tl.constexpr,
+    PADDED_CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The CHOSEN experts of one token, likeliest first; grid (tokens)."""
-    token, at, place = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, PLACES)
+    token, at, rank = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, PADDED_CHOSEN)
     wait_for_previous_launch(PDL, False)
     logit = tl.load(logits_ptr + token * experts + at, mask=at < experts, other=float("-inf")).to(tl.float32)
     largest = tl.max(logit, 0)
     total = tl.sum(tl.exp(logit - largest), 0)
-    found, chosen = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
+    found, chosen = tl.zeros([PADDED_CHOSEN], tl.int32), tl.zeros([PADDED_CHOSEN], tl.float32)
     for i in tl.static_range(CHOSEN):
         best = tl.max(logit, 0)
         expert = tl.min(tl.where(logit == best, at, PADDED), 0)
         expert = tl.minimum(expert, experts - 1)  # NaN equals nothing
-        found = tl.where(place == i, expert, found)
-        chosen = tl.where(place == i, tl.exp(best - largest), chosen)
+        found = tl.where(rank == i, expert, found)
+        chosen = tl.where(rank == i, tl.exp(best - largest), chosen)
         logit = tl.where(at == expert, float("-inf"), logit)
     if NORMALIZED:
         total = tl.sum(chosen, 0)
-    tl.store(experts_ptr + token * CHOSEN + place, found, mask=place < CHOSEN)
+    tl.store(experts_ptr + token * CHOSEN + rank, found, mask=rank < CHOSEN)
     weights = (chosen / total).to(weights_ptr.dtype.element_ty)
-    tl.store(weights_ptr + token * CHOSEN + place, weights, mask=place < CHOSEN)
+    tl.store(weights_ptr + token * CHOSEN + rank, weights, mask=rank < CHOSEN)
 
 
 def supports(experts: int, k: int) -> bool:
@@ -96,6 +96,6 @@ def _constants_of_logits(columns: int, pdl: bool) -> dict[str, object]:
 @cache
 def _constants_of_choice(chosen: int, normalized: bool, padded: int, pdl: bool) -> dict[str, object]:
     return {
-        "CHOSEN": chosen, "NORMALIZED": normalized, "PADDED": padded, "PLACES": triton.next_power_of_2(chosen), "PDL": pdl,
-        "num_warps": 1, **pdl_option(pdl),
+        "CHOSEN": chosen, "NORMALIZED": normalized, "PADDED": padded,
+        "PADDED_CHOSEN": triton.next_power_of_2(chosen), "PDL": pdl, "num_warps": 1, **pdl_option(pdl),
     }  # fmt: skip

@@ -22,7 +22,7 @@ class ExpertStack:
         float, tuple[TrellisLayout, Tensor]
     ]  # stacked codes, and int32 [matrices]: index of each in them or -1
     index_of: Sequence[tuple[float, int]]  # per matrix: its bits, and its index there
-    places: Tensor  # the same on the device, int32 [matrices, 2]: the number of the width in `widths`, and the index
+    locations: Tensor  # the same on the device, int32 [matrices, 2]: the number of the width in `widths`, and the index
     widths: tuple[float, ...]
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
@@ -75,9 +75,9 @@ def stack_experts(
         by_bits[bits] = replace(matrices[own[0]], packed_codes=codes), table.to(codes.device)
     index_of = [(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)]
     known = tuple(sorted({*members, *(widths or ())}))
-    places = torch.tensor([(known.index(bits), index) for bits, index in index_of], dtype=torch.int32)
+    locations = torch.tensor([(known.index(bits), index) for bits, index in index_of], dtype=torch.int32)
     return ExpertStack(
-        by_bits=by_bits, index_of=index_of, places=places.to(first.packed_codes.device), widths=known,
+        by_bits=by_bits, index_of=index_of, locations=locations.to(first.packed_codes.device), widths=known,
         output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
         biases=None if biases is None else torch.stack(list(biases)),
         numbers=torch.arange(len(matrices) // parts, dtype=torch.int16, device=first.packed_codes.device), parts=parts,

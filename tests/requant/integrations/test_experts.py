@@ -112,8 +112,8 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
         (known,) = {stack.widths for stack in stacks}
         assert set(known) == {bits for stack in stacks for bits in stack.by_bits}
         for stack in stacks:
-            places = [(known[number], index) for number, index in stack.places.tolist()]
-            assert places == list(stack.index_of)
+            locations = [(known[number], index) for number, index in stack.locations.tolist()]
+            assert locations == list(stack.index_of)
     layer = layers[0]
     caplog.clear()  # what is wrong is not used, and said
     monkeypatch.setattr(experts, "experts_prefill", lambda x, *_arguments, **_options: x)
