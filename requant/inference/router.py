@@ -6,6 +6,7 @@ experts it chose and weight them as it did. A few tokens may differ, where two e
 """
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def router_of(mixture: Any) -> Router | None:
         except torch.OutOfMemoryError:
             raise
         except (TritonError, RuntimeError) as problem:
-            logger.info("a router is the model's own: its kernels do not start (%s)", problem)
+            _warn_once(type(problem).__name__)
             return None
         got = torch.zeros_like(wanted).scatter_(1, found.long(), own.float())
         errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -100,6 +101,15 @@ def _noted(
     if not torch.equal(hidden, y) or not torch.equal(found[0], outputs) or indices.dtype != torch.int64:
         return None
     return indices, weights
+
+
+@cache
+def _warn_once(problem: str) -> None:
+    logger.warning(
+        "routers of mixtures are the model's own, which is slower: their kernels do not compile or start on this machine "
+        "(%s); please report it with the GPU and the versions of torch and triton",
+        problem,
+    )
 
 
 def has_hooks(mixture: Any) -> bool:
