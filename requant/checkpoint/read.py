@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from requant.checkpoint.header import CHECKSUMS_FILE, read_json
-from requant.checkpoint.validate import check_values, read_header, read_matrix
+from requant.checkpoint.validate import check_values, read_header
 from requant.errors import CheckpointError
 from requant.formats.quantized_weight import QuantizedWeight, unpack
+from requant.models.safetensors_reader import TensorReader
 
 # A key of config.quantization_config while it is in memory: false skips the comparison with checksums.json.
 VERIFY_CHECKSUMS = "verify_checksums"
@@ -20,8 +21,9 @@ VERIFY_CHECKSUMS = "verify_checksums"
 def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every quantized matrix by name, on the CPU, one at a time, each fully checked."""
     header = read_header(path, trust_remote_code=True)  # no code is run here
+    read = TensorReader(header.tensors)
     for name, spec in header.modules.items():
-        tensors = read_matrix(name, spec.tensors(), header.tensors)
+        tensors = read.matrix(name, spec.tensors())
         check_values(name, spec, tensors)
         yield name, unpack(spec, tensors)
 

@@ -9,14 +9,12 @@ opened.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from requant.checkpoint.header import read_folder, read_json
@@ -30,6 +28,7 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.models.rotations import HEAD_SCALES, Rotation
 from requant.models.safetensors_header import StoredTensor
+from requant.models.safetensors_reader import TensorReader
 from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 FORMAT_VERSION = 7
@@ -257,31 +256,28 @@ def check_all_values(modules: Mapping[str, PackedSpec], tensors: Mapping[str, St
     """`check_values` of every matrix and the values of all that is not quantized, read from the files; packed codes are
     not read, since any bits are valid codes."""
     owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
-    check_plain_values(tensors.keys() - owned, tensors)
+    read = TensorReader(tensors)
+    check_plain_values(tensors.keys() - owned, read)
     for name, spec in modules.items():
         suffixes = [suffix for suffix, tensor in spec.tensors().items() if tensor.dtype != torch.int32]
-        check_values(name, spec, read_matrix(name, suffixes, tensors))
+        check_values(name, spec, read.matrix(name, suffixes))
 
 
-def check_plain_values(names: Iterable[str], tensors: Mapping[str, StoredTensor]) -> None:
+def check_plain_values(names: Iterable[str], read: TensorReader) -> None:
     """Raise CheckpointError for a tensor that is not quantized and holds NaN, infinity or what float16 cannot hold."""
     for name in names:
-        stored = tensors[name]
+        stored = read.tensors[name]
         if not stored.dtype.is_floating_point or 0 in stored.shape:
             continue
+        # in parts: the file is mapped, and the largest tensors are not to be held twice
+        parts = read(name).flatten().split(CHUNK_BYTES // stored.dtype.itemsize)
         # torch's maximum is NaN where any of them is; Python's `max` would drop a NaN that is not the first
-        largest = float(torch.stack([part.float().abs().max() for part in _parts(name, stored)]).max())
+        largest = float(torch.stack([part.float().abs().max() for part in parts]).max())
         if not largest <= LARGEST:
             what = f"{largest:.3g}, beyond float16" if math.isfinite(largest) else "NaN or infinity"
             raise CheckpointError(
                 f"{name} in {stored.file.name} holds {what}; the checkpoint is damaged, download it again."
             )
-
-
-def _parts(name: str, stored: StoredTensor) -> Iterator[Tensor]:
-    """A tensor in parts of at most CHUNK_BYTES; the file is mapped, not read as a whole."""
-    with _opened(stored.file) as file:
-        yield from file.get_tensor(name).flatten().split(CHUNK_BYTES // stored.dtype.itemsize)
 
 
 def check_values(name: str, spec: PackedSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -290,25 +286,6 @@ def check_values(name: str, spec: PackedSpec, tensors: Mapping[str, Tensor]) -> 
         raise CheckpointError(
             f"{name}: {what}; the checkpoint is damaged, download it again or quantize again."
         )
-
-
-def read_matrix(name: str, suffixes: Iterable[str], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Tensors of one matrix by suffix, on the CPU."""
-    values: dict[str, Tensor] = {}
-    for suffix in suffixes:
-        stored = tensors[f"{name}.{suffix}"]
-        with _opened(stored.file) as file:
-            values[suffix] = file.get_tensor(f"{name}.{suffix}")
-    return values
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error
 
 
 def _mentions_code(config: dict[str, Any]) -> bool:

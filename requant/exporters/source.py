@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,7 +15,6 @@ from requant.checkpoint.validate import (
     check_depth,
     check_values,
     read_header,
-    read_matrix,
 )
 from requant.errors import CheckpointError, InputError, NumericalError
 from requant.files import path_of
@@ -27,7 +25,7 @@ from requant.models.file_names import module_names
 from requant.models.folding import unfold
 from requant.models.loading import DTYPES, auto_class, load_config, resolve_source
 from requant.models.rotations import HEAD_SCALES
-from requant.models.safetensors_header import StoredTensor
+from requant.models.safetensors_reader import TensorReader
 from requant.models.targets import embedding_and_head_modules
 
 
@@ -37,6 +35,7 @@ class Source:
 
     path: Path
     header: CheckpointHeader
+    read: TensorReader  # of its tensors
     config: Any  # transformers' configuration, without the quantization
     skeleton: PreTrainedModel
     layers: Mapping[str, nn.Module]
@@ -61,7 +60,7 @@ class Source:
     def weight(self, name: str) -> QuantizedWeight:
         """A quantized matrix, checked, on the CPU."""
         spec = self.specs[name]
-        tensors = read_matrix(name, spec.tensors(), self.header.tensors)
+        tensors = self.read.matrix(name, spec.tensors())
         check_values(name, spec, tensors)
         return unpack(spec, tensors)
 
@@ -72,7 +71,7 @@ class Source:
 
     def plain_tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in the dtype to write."""
-        stored = self._read(name)
+        stored = self.read(name)
         tensor = self._unfolded(name, stored)
         return self.cast(name, tensor) if self._is_cast(stored.dtype) else tensor.to(stored.dtype)
 
@@ -115,11 +114,8 @@ class Source:
         (embedding, _), _ = embedding_and_head_modules(self.skeleton)
         base: Any = self.skeleton.base_model
         if name == f"{self.skeleton.base_model_prefix}.norm.weight" and base.norm is not None:
-            return self._read(f"{embedding}.{HEAD_SCALES}")
-        return unfold(name, tensor, self.header.rotation, self._read)
-
-    def _read(self, name: str) -> Tensor:
-        return read_tensor(name, self.header.tensors[name])
+            return self.read(f"{embedding}.{HEAD_SCALES}")
+        return unfold(name, tensor, self.header.rotation, self.read)
 
     def _is_cast(self, stored: torch.dtype) -> bool:
         return self.casts_all and stored.is_floating_point
@@ -138,21 +134,13 @@ def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
     return Source(
         path=path,
         header=header,
+        read=TensorReader(header.tensors),
         config=config,
         skeleton=skeleton,
         layers=layers,
         dtype=own if dtype == "auto" else getattr(torch, dtype),
         casts_all=dtype != "auto",
     )
-
-
-def read_tensor(name: str, stored: StoredTensor) -> Tensor:
-    """One tensor of a weight file, whole, on the CPU. Raises CheckpointError."""
-    try:
-        with safe_open(stored.file, framework="pt") as file:
-            return file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
 
 
 def _skeleton(

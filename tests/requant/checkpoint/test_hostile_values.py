@@ -11,6 +11,7 @@ from requant.checkpoint import validate
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
 from requant.inference.load import load
+from requant.models.safetensors_reader import TensorReader
 
 from .hostile import DOWN, UP, edit_config, edit_module, edit_tensors, refuse, refuse_load
 
@@ -157,11 +158,11 @@ def test_values_are_checked_in_every_part(checkpoint: Path, monkeypatch: pytest.
     """A large tensor is read in parts, and a NaN may be in any of them."""
     monkeypatch.setattr(validate, "CHUNK_BYTES", 64)
     change_values(checkpoint, "model.norm.weight", lambda tensor: tensor[-1:].fill_(float("nan")))
-    tensors = read_header(checkpoint).tensors
+    read = TensorReader(read_header(checkpoint).tensors)
     with pytest.raises(
         CheckpointError, match=r"model.norm.weight in model.safetensors holds NaN or infinity"
     ):
-        validate.check_plain_values(["model.norm.weight"], tensors)
+        validate.check_plain_values(["model.norm.weight"], read)
 
 
 @pytest.mark.parametrize(
