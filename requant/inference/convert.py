@@ -103,7 +103,7 @@ def _convert_children(
     """The quantized layers directly below `parent`, siblings together. Reasons are counted where that cannot be."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
     for names in (*SIBLINGS, *((name,) for name in layers)):
-        weights = {name: layers[name].quantized().to(device) for name in names if name in layers}
+        weights = {name: layers[name].quantized(device) for name in names if name in layers}
         apart = isinstance(parent, Expert) and any(isinstance(w.dense, Trellis) for w in weights.values())
         groups = [[name] for name in weights] if apart else joinable(weights)  # `experts.py` stacks them
         reasons: dict[str, str] = {}  # why a matrix is not joined, though it could be
@@ -149,7 +149,7 @@ def _convert_embedding(
             return
     else:
         try:
-            matrix = kernel_linear(embedding.quantized().to(device), None)
+            matrix = kernel_linear(embedding.quantized(device), None)
         except ValueError:  # its rows are dequantized one by one anyway
             return
     if matrix.lookup_refusal is None:

@@ -45,9 +45,9 @@ class QuantEmbedding(nn.Module):
         """The stored tensors by suffix."""
         return {suffix: self.get_buffer(suffix) for suffix in self.spec.tensors()}
 
-    def quantized(self) -> QuantizedWeight:
-        """The container behind the buffers."""
-        return unpack(self.spec, self.tensors)
+    def quantized(self, device: torch.device | None = None) -> QuantizedWeight:
+        """The container behind the buffers, on a device or theirs."""
+        return unpack(self.spec, self.tensors, device=device)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         rows = self.rows(tokens)

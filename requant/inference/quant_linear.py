@@ -52,9 +52,9 @@ class QuantLinear(nn.Module):
         """The stored tensors by suffix."""
         return {suffix: self.get_buffer(suffix) for suffix in self.spec.tensors()}
 
-    def quantized(self) -> QuantizedWeight:
-        """The containers behind the buffers, on the layer's device."""
-        return unpack(self.spec, self.tensors)
+    def quantized(self, device: torch.device | None = None) -> QuantizedWeight:
+        """The containers behind the buffers, on a device or the layer's."""
+        return unpack(self.spec, self.tensors, device=device)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """The plain layer with the same floats, of the class that was replaced."""

@@ -109,10 +109,12 @@ def pack_trellis(
         ],
         -1,
     )
-    stream = stream.reshape(*segments.shape[:2], 32, quad_bits * k64_count // 4, 32)
-    words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
-    for i in range(32):
-        words |= stream[..., i].int() << (31 - i)
+    # four bytes a word, its first bits in the last; in few launches, for a model has up to 18,000 matrices
+    stream = stream.reshape(*segments.shape[:2], 32, quad_bits * k64_count // 4, 4, 8)
+    octets = torch.zeros(stream.shape[:-1], dtype=torch.uint8, device=codes.device)
+    for i in range(8):
+        octets |= stream[..., i] << (7 - i)
+    words = octets.flip(-1).view(torch.int32).squeeze(-1)
     if parts and (sum(parts) != n or any(part % TILE for part in parts)):
         raise ValueError(f"parts of {parts} rows are not multiples of {TILE} that make {n}")
     order = None if sparse is None else sort_rows(sparse[0].to(codes.device))
