@@ -132,14 +132,19 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
 
 def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> list[TrellisGemvConfig]:
     """One token times each of `slots` matrices of equal sizes, which have one of several widths each (`experts/gemv.py`), by
-    a rule that no table replaces: as many warps as divide the columns, and about 16 warps per SM."""
-    tiles = -(-shapes[0].n // ROWS)
-    units = [-(-shape.k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes]
-    num_warps = min(next((w for w in (8, 4) if own % w == 0), 8 if own > 8 else 4) for own in units)
+    a rule that no table replaces: as many warps as have columns to divide, and with many slots fewer, each with more of them
+    (`eval/results/experts-launches-h200.json`)."""
+    k, tiles = shapes[0].k, -(-shapes[0].n // ROWS)
+    units = [-(-k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes]
     byte_sums, bits = CODES[shapes[0].format].byte_sums, max(shape.bits for shape in shapes)
+    many = slots > 32
+    num_warps = 8 if min(units) >= 16 and not many else 4 if k > 1024 or not many else 2
     most = (1,) if bits > 4 or not byte_sums else (1, 2)
     own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
-    return [TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)] * len(shapes)
+    long_steps = many and most[-1] == 2 and min(units) >= 8 * num_warps
+    return [
+        TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=2 if long_steps else 1)
+    ] * len(shapes)
 
 
 # warps, tiles, units per step
