@@ -6,6 +6,7 @@ folder has passed `read_header` and the quantizer in `requant.integrations.trans
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from requant.checkpoint.header import CHECKSUMS_FILE, read_json
@@ -57,15 +58,20 @@ def verify_checksums(path: str | Path, files: Iterable[Path]) -> dict[str, str]:
         raise CheckpointError(
             f"{path}: {odd} is in only one of {CHECKSUMS_FILE} and the weights; download both again."
         )
-    for name in sorted(present):
-        try:
-            with open(path / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:  # callers would take it for one of their own files'
-            raise CheckpointError(f"{path / name} cannot be read ({error}); download it again.") from error
-        if digest != listed[name]:
-            raise CheckpointError(
-                f"{path / name} has sha256 {digest}, but {CHECKSUMS_FILE} says {str(listed[name])[:64]}; "
-                "the file is damaged or was changed, download it again."
-            )
+    paths = [path / name for name in sorted(present)]
+    with ThreadPoolExecutor() as threads:  # side by side: hashing leaves Python's lock
+        for file, digest in zip(paths, threads.map(_sha256, paths), strict=True):
+            if digest != listed[file.name]:
+                raise CheckpointError(
+                    f"{file} has sha256 {digest}, but {CHECKSUMS_FILE} says {str(listed[file.name])[:64]}; "
+                    "the file is damaged or was changed, download it again."
+                )
     return dict(listed)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # callers would take it for one of their own files'
+        raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error

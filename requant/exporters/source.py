@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Source:
     dtype: torch.dtype
     casts_all: bool  # a dtype was given: it applies to every float tensor
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, PackedSpec]:
         """Specs of all quantized matrices: those of the blocks, then embedding and head if they are quantized."""
         return {**self.header.modules, **self.header.embedding_and_head}

@@ -67,6 +67,7 @@ class RequantHfQuantizer(HfQuantizer):
     requires_calibration = True
     quantization_config: Any
     provenance = "unverified"  # what the checksums said of the weight files
+    rotation: Rotation | None = None  # that is folded into the model
     saves_original_format = True
 
     def _process_model_before_weight_loading(
@@ -89,7 +90,8 @@ class RequantHfQuantizer(HfQuantizer):
             check_matrices({**modules, **embedding_and_head}, tensors)
         insert_layers(model, modules)
         insert_embedding_and_head(model, embedding_and_head, version=entry["format_version"])
-        insert_head_scales(model, parse_rotation(entry))
+        self.rotation = parse_rotation(entry)
+        insert_head_scales(model, self.rotation)
         if tensors is not None:
             check_architecture(model, tensors)
             if verified:
@@ -112,9 +114,8 @@ class RequantHfQuantizer(HfQuantizer):
         guard_resizing(model)
         # no bound method: pickled, that would become the method of the class
         model.save_pretrained = partial(save_pretrained, model)
-        rotation = parse_rotation(self.quantization_config.to_dict())
-        if rotation is not None:
-            rotate_stream(model, rotation)
+        if self.rotation is not None:
+            rotate_stream(model, self.rotation)
         return with_named_outputs(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
