@@ -22,6 +22,7 @@ from requant_kernels.experts.prefill import supports as supports_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step, input_form, supports
 from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
+from requant_kernels.trellis.gemv_launch import MANY_SLOTS
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import RotatedActivations
 from torch import Tensor
@@ -31,7 +32,9 @@ from requant.inference.kernel_layers import KernelLinear
 from requant.inference.router import Router, router_of
 from requant.models.experts import Expert, Experts
 
-CHECKED_TOKENS, CHECKED_PROMPT, CHECKED_EXPERTS = 5, 200, 2
+CHECKED_PROMPT, CHECKED_EXPERTS = 200, 2
+# launches differ by the number of slots: of one token, of several, and of many
+CHECKED_TOKENS = (1, 5, MANY_SLOTS // CHECKED_EXPERTS + 1)
 # relative: one by one, three products of a prompt round to int8; a wrong index is of the order of 1
 LIMIT = 5e-2
 logger = logging.getLogger(__name__)
@@ -198,8 +201,8 @@ def is_silu(expert: Expert) -> bool:
 
 def _check_step(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
     """Raises ValueError where the step is not what the layer's experts compute one by one."""
-    x, chosen, weights, wanted = _example(step, layer, dtype, CHECKED_TOKENS)
-    parts = slice(0, 1), slice(None)  # launches of one token differ from those of several
+    x, chosen, weights, wanted = _example(step, layer, dtype, CHECKED_TOKENS[-1])
+    parts = [slice(0, tokens) for tokens in CHECKED_TOKENS]
     if x.is_cuda:
         compile_ahead(lambda: [step(x[part], chosen[part], weights[part]) for part in parts])
     for part in parts:

@@ -131,6 +131,7 @@ EXPERTS = [
     ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
     ("pair", (2, 1), 512, 256, 3, 2, 3, False),
     ("3inst", (2, 5), 64, 40, 3, 2, 1, False),  # gate and ups are finished by launches of their own
+    ("pair", (2, 1.25), 64, 32, 3, 17, 2, False),  # many slots: two warps
 ]
 
 

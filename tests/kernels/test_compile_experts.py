@@ -27,10 +27,10 @@ GATES, DOWNS = (768, 2048, 2), (2048, 768, 1)  # n, k, parts
 FEW, ALL = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3), tuple(quarters / 4 for quarters in range(4, 17))
 
 
-def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: int) -> Machine:
-    """The launch of `experts/gemv.py` for one token, 8 of 128 experts."""
+def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: int, tokens: int) -> Machine:
+    """The launch of `experts/gemv.py` for so many tokens, 8 of 128 experts each."""
     shapes = [Shape(code, bits, n, k, 1) for bits in widths]
-    configs = gemv_launch.trellis_slots(shapes, 8 * parts, torch.device("cpu"))
+    configs = gemv_launch.trellis_slots(shapes, 8 * parts * tokens, torch.device("cpu"))
     int8, kinds = CODES[code].byte_sums, []
     for bits, config in zip(widths, configs, strict=True):
         quad_bits = round(4 * bits)
@@ -49,30 +49,37 @@ def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: i
 
 @counts_instructions
 @pytest.mark.parametrize(
-    ("code", "widths", "n", "k", "parts"),
+    ("code", "widths", "n", "k", "parts", "tokens"),
     [
         *(
             pytest.param(
-                code, (bits,), *shape, marks=() if (bits, shape) == (2.25, DOWNS) else pytest.mark.slow
+                code,
+                (bits,),
+                *shape,
+                tokens,
+                marks=() if (bits, shape) == (2.25, DOWNS) else pytest.mark.slow,
             )
             for code, bits in (("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2), ("3inst", 2))
             for shape in (GATES, DOWNS)
+            for tokens in (1, 8)
         ),
-        ("pair", FEW, *GATES),
+        ("pair", FEW, *GATES, 1),
         *(
-            pytest.param(code, ALL, *shape, marks=pytest.mark.slow)
+            pytest.param(code, ALL, *shape, tokens, marks=pytest.mark.slow)
             for code in ("mul1", "pair")
             for shape in (GATES, DOWNS)
+            for tokens in (1, 8)
         ),
     ],
 )
 def test_experts_of_many_widths_are_one_launch_that_does_not_spill(
-    code: str, widths: tuple[float, ...], n: int, k: int, parts: int
+    code: str, widths: tuple[float, ...], n: int, k: int, parts: int, tokens: int
 ) -> None:
-    """Qwen3-30B-A3B, one token: gates and ups, and downs. The code of a width is that of a single matrix."""
-    machine = experts_machine(code, widths, n, k, parts)
+    """Qwen3-30B-A3B, a step of one token and of several: gates and ups, and downs. The code of a width is that of a single
+    matrix."""
+    machine = experts_machine(code, widths, n, k, parts, tokens)
     (config, *_) = gemv_launch.trellis_slots(
-        [Shape(code, bits, n, k, 1) for bits in widths], 8 * parts, torch.device("cpu")
+        [Shape(code, bits, n, k, 1) for bits in widths], 8 * parts * tokens, torch.device("cpu")
     )
     launch = config.num_warps, config.tiles_per_cta, config.units_per_step
     plain = [trellis_machine(code, bits, launch=launch, k=k) for bits in widths]

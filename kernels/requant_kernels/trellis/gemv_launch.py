@@ -15,6 +15,8 @@ from requant_kernels.trellis.rounding import MAX_BITS
 # A cap helps where all CTAs of four warps would fit on fewer SMs than there are. Of more than these an SM, registers hold
 # some back anyway.
 MOST_CTAS = 4
+# Of experts, above which CTAs of fewer warps are faster: there are enough to fill the GPU.
+MANY_SLOTS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +134,12 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
 
 def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> list[TrellisGemvConfig]:
     """One token times each of `slots` matrices of equal sizes, which have one of several widths each (`experts/gemv.py`), by
-    a rule that no table replaces: as many warps as have columns to divide, and with many slots fewer, each with more of them
-    (`eval/results/experts-launches-h200.json`)."""
+    a rule that no table replaces: four warps, or eight of at least two units each; with many slots four, or two for few
+    columns (`eval/results/experts-launches-h200.json`, up to 4 bits)."""
     k, tiles = shapes[0].k, -(-shapes[0].n // ROWS)
     units = [-(-k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes]
     byte_sums, bits = CODES[shapes[0].format].byte_sums, max(shape.bits for shape in shapes)
-    many = slots > 32
+    many = slots > MANY_SLOTS
     num_warps = 8 if min(units) >= 16 and not many else 4 if k > 1024 or not many else 2
     most = (1,) if bits > 4 or not byte_sums else (1, 2)
     own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
