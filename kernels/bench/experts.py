@@ -30,7 +30,7 @@ from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step
 from requant_kernels.random_layouts import random_layout
-from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS, trellis_groups
+from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS, group_tokens
 from torch import Tensor
 from torch.nn import functional
 
@@ -52,7 +52,7 @@ def stack(code: str, bits: float, n: int, k: int, parts: int) -> ExpertStack:
 
 def matrix(stack: ExpertStack, index: int):
     """The layout of one matrix."""
-    layout = stack.by_bits[stack.index_of[index][0]][0]
+    layout = stack.by_bits[stack.index_of[index][0]]
     return replace(layout, packed_codes=stack.codes(index), output_scales=stack.output_scales[index])
 
 
@@ -149,7 +149,7 @@ def prompts(tokens: Sequence[int]) -> list[dict[str, object]]:
         gate_up, down = stack(code, bits, INTERMEDIATE, HIDDEN, 2), stack(code, bits, HIDDEN, INTERMEDIATE, 1)
         for m, (x, chosen, weights) in inputs.items():
             given = x, gate_up, down, chosen, weights
-            rule = trellis_groups(bits, chosen.numel(), EXPERTS).tokens_per_cta
+            rule = group_tokens(chosen.numel(), EXPERTS)
             calls: dict[str, Callable[[], Tensor]] = {
                 f"grouped, {n} tokens a CTA" + " (the rule's)" * (n == rule): (
                     lambda given=given, n=n: experts_prefill(*given, tokens_per_cta=n)

@@ -96,12 +96,14 @@ class ExpertsPrefill:
         x: Float[Tensor, "m h"],
         experts: Int64[Tensor, "m s"],
         weights: Float[Tensor, "m s"],
+        *,
+        into: Float[Tensor, "m h"] | None = None,
         tokens_per_cta: int | None = None,
     ) -> Float[Tensor, "m h"]:
-        """`tokens_per_cta`: in place of what the kernels' rule says for so many tokens."""
+        """`into`: what the sum is added to; `tokens_per_cta`: in place of what the kernels' rule says for so many tokens."""
         step = self.step
         return _uncompiled_prefill(
-            x.contiguous(), step.gate_up, step.down, experts, weights, gated=step.gated,
+            x.contiguous(), step.gate_up, step.down, experts, weights, gated=step.gated, into=into,
             tokens_per_cta=tokens_per_cta,
         )  # fmt: skip
 
@@ -212,7 +214,7 @@ def _check_step(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
 def _check_prefill(prefill: ExpertsPrefill, layer: Experts, dtype: torch.dtype) -> None:
     """The same of the prefill, by all of its kernels."""
     x, chosen, weights, wanted = _example(prefill.step, layer, dtype, CHECKED_PROMPT)
-    calls = [lambda own=own: prefill(x, chosen, weights, own) for own in GROUP_TOKENS]
+    calls = [lambda own=own: prefill(x, chosen, weights, tokens_per_cta=own) for own in GROUP_TOKENS]
     if x.is_cuda:
         compile_ahead(lambda: [call() for call in calls])
     for call in calls:

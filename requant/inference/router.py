@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Router:
-    """Chooses the experts of few tokens, by the weight of a module (which may move, or be replaced)."""
+    """Chooses the experts of tokens, by the weight of a module (which may move, or be replaced)."""
 
     def __init__(self, gate: nn.Module, name: str, chosen: int, *, normalized: bool) -> None:
         self.gate, self.name, self.chosen, self.normalized = gate, name, chosen, normalized

@@ -1,10 +1,11 @@
-"""The second half of a trellis block that is a mixture of experts (`trellis_block.py`), for the tokens of a step.
+"""The second half of a trellis block that is a mixture of experts (`trellis_block.py`).
 
     y, rotated y = rotated norm(x += finished product of o)      1 launch, for the router and for the experts
     experts, weights = router(y)                                 2         (`requant_kernels/experts/router.py`)
     x += sum_j w_j expert_j(y)                                   5         (`requant_kernels/experts/step.py`)
 
-Through the mixture's own modules it takes more than twenty. More tokens, those of prompts, go through the modules.
+Through the mixture's own modules it takes more than twenty. For more tokens than a step has, y is not rotated by the norm,
+and the experts take eight launches (`requant_kernels/experts/prefill.py`).
 """
 
 from typing import Any, cast
@@ -15,17 +16,24 @@ from requant_kernels.step.rotated_norm import rotated_norm, supports
 from requant_kernels.trellis.operands import Product, RotatedActivations
 from torch import Tensor, nn
 
-from requant.inference.experts import ExpertsStep
-from requant.inference.router import has_hooks
+from requant.inference.experts import ExpertsPrefill, ExpertsStep
+from requant.inference.router import Router, has_hooks
 from requant.models.experts import STEP_TOKENS, STEP_TOKENS_BESIDE_PREFILL, Experts
 
 
 class TrellisMixture:
     """The experts of a block, with their router, after o."""
 
-    def __init__(self, block: Any, step: ExpertsStep | None) -> None:
-        """`step`: of few tokens; None: the mixture's own modules are called."""
-        self.norm, self.mixture, self.step = block.post_attention_layernorm, block.mlp, step
+    def __init__(
+        self, block: Any, step: ExpertsStep | None, prefill: tuple[Router, ExpertsPrefill] | None
+    ) -> None:
+        """`step`: of few tokens; `prefill`: of more, with the router; None of both: the mixture's own modules are called."""
+        self.norm, self.mixture, self.step, self.prefill = (
+            block.post_attention_layernorm,
+            block.mlp,
+            step,
+            prefill,
+        )
 
     def __call__(self, x: Float[Tensor, "b d"], delta: Product) -> None:
         """x becomes x + delta, and what the experts make of that is added."""
@@ -34,7 +42,11 @@ class TrellisMixture:
         given = {} if step is None else {"input_scales": step.input_scales, "form": step.input_form}
         found = rotated_norm(x, delta, norm.weight, norm.variance_epsilon, plain=y, **given)
         if step is None or y is None:
-            x += called(self.mixture, cast(Tensor, found))
+            if self.prefill is None:
+                x += called(self.mixture, cast(Tensor, found))
+            else:
+                router, experts = self.prefill
+                experts(cast(Tensor, found), *router(cast(Tensor, found)), into=x)
             return
         assert step.router is not None
         step.add(cast(RotatedActivations, found), *step.router(y), into=x)
@@ -45,13 +57,15 @@ def trellis_mixture(block: nn.Module, rows: int) -> TrellisMixture | None:
     if not supports(len(block.get_submodule("post_attention_layernorm").get_parameter("weight"))):
         return None
     mixture: Any = block.get_submodule("mlp")
-    layer, step = mixture.experts, None
-    if isinstance(layer, Experts):
-        few = STEP_TOKENS if layer.prefill is None else STEP_TOKENS_BESIDE_PREFILL
-        step = layer.step if rows <= few else None
-    if not isinstance(step, ExpertsStep) or step.router is None or has_hooks(mixture):
-        step = None
-    return TrellisMixture(block, step)
+    layer = mixture.experts
+    if not isinstance(layer, Experts) or not isinstance(layer.step, ExpertsStep) or has_hooks(mixture):
+        return TrellisMixture(block, None, None)
+    step, prefill, router = layer.step, layer.prefill, layer.step.router
+    if router is not None and rows <= (STEP_TOKENS if prefill is None else STEP_TOKENS_BESIDE_PREFILL):
+        return TrellisMixture(block, step, None)
+    if router is not None and isinstance(prefill, ExpertsPrefill):
+        return TrellisMixture(block, None, (router, prefill))
+    return TrellisMixture(block, None, None)
 
 
 def called(mixture: nn.Module, y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:

@@ -1,11 +1,14 @@
 """Run under TRITON_INTERPRET=1 by `test_dense.py`, the assembly emulated: what is between the products of many tokens,
 beside whole matrices."""
 
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import emulated_assembly
 import torch
 from cases import rotated
+from requant_kernels.experts import dense_combine
 from requant_kernels.hadamard import warp
 from requant_kernels.step import dense_gate, dense_rope
 from requant_kernels.step.rotated_gate import rotated_gate
@@ -40,6 +43,52 @@ def check_gate(m: int, k: int) -> None:
         assert dense_gate.supports(own, up, form)
         got = rotated_gate(own, up, "silu", torch.float16, input_scales=signs, form=form)
         assert close(got.values, rotated(silu(g) * (u + bias.double()) * signs.double())), f"gate of {k}"
+
+
+def check_gate_of_experts(m: int, k: int, *, pair: bool, biased: bool) -> None:
+    """Rows of several experts, each with its own scales, in the order of the GEMM of up to 1024 tokens, and as `pair`."""
+    form, count = ActivationForm(columns=k, permute=True, pair=pair), 3
+    values = (torch.randn(2, m, k) / PARTIAL_SUM_SCALE).half()
+    experts = torch.randint(0, count, (m,), dtype=torch.int16)
+    scales, biases = (torch.rand(2, count, k) + 0.5).half(), torch.randn(2, count, k).half()
+    gate, up = (
+        Product(values=values[i : i + 1], output_scales=scales[i], bias=biases[i] if biased else None)
+        for i in range(2)
+    )
+    signs, own = torch.randn(k).sign().half(), experts.long()
+    with mock.patch.object(dense_gate, "MIN_TOKENS", 1):
+        assert dense_gate.supports(gate, up, form)
+        got = rotated_gate(
+            gate, up, "silu", torch.float16, input_scales=signs, form=form, experts=experts
+        ).values
+    g, u = (
+        PARTIAL_SUM_SCALE * rotated(values[i]) * scales[i, own].double() + biased * biases[i, own].double()
+        for i in range(2)
+    )
+    h = rotated(silu(g) * u * signs.double())
+    if pair:
+        h = torch.stack([h[:, ::2] + h[:, 1::2], h[:, ::2] - h[:, 1::2]], -1).flatten(1)
+    wanted = h.view(m, -1, 4, 8, 2).transpose(2, 3).reshape(m, k)
+    assert close(got, wanted), f"gate of experts of {k}"
+
+
+def check_combine(m: int, n: int, per_token: int, dtype: torch.dtype, *, biased: bool, adds: bool) -> None:
+    """Rows in another order than slots."""
+    slots, count, rows = m * per_token, 4, torch.randperm(m * per_token).int()
+    z, scales = (torch.randn(slots, n) / PARTIAL_SUM_SCALE).half(), (torch.rand(count, n) + 0.5).half()
+    biases = torch.randn(count, n).half() if biased else None
+    weights, experts = torch.rand(m, per_token).to(dtype), torch.randint(0, count, (slots,)).short()
+    stack: Any = SimpleNamespace(n=n, output_scales=scales, biases=biases)
+    whole = torch.randn(m + 1, n).to(dtype)
+    x, got = whole[:m].double(), whole[:m]
+    assert dense_combine.supports(z, stack, got)
+    dense_combine.dense_combine(z, stack, experts, weights, got, rows=rows, adds=adds)
+    y = PARTIAL_SUM_SCALE * rotated(z) * scales[experts.long()].double()
+    if biases is not None:
+        y += biases[experts.long()].double()
+    wanted = (weights.double()[..., None] * y[rows.long()].view(m, per_token, n)).sum(1) + adds * x
+    error = ((got.double() - wanted).norm() / wanted.norm()).item()
+    assert error < (1e-3 if dtype == torch.float16 else 4e-3), f"sum of experts of {n}: {error:.1e}"
 
 
 def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: int, *, norms: bool) -> None:
@@ -92,6 +141,11 @@ def main() -> None:
     check_gate(3, 2048)
     check_gate(5, 768)
     check_gate(2, 512)
+    check_gate_of_experts(6, 768, pair=True, biased=False)
+    check_gate_of_experts(3, 1536, pair=False, biased=True)
+    check_gate_of_experts(2, 2048, pair=True, biased=True)
+    check_combine(5, 768, 3, torch.bfloat16, biased=False, adds=True)
+    check_combine(3, 2048, 2, torch.float16, biased=True, adds=False)
     check_rope(2, 5, 16, 8, 64, norms=False)
     check_rope(1, 3, 24, 8, 128, norms=True)  # three blocks of q
     check_rope(1, 2, 4, 2, 256, norms=True)

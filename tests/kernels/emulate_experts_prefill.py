@@ -18,7 +18,7 @@ from case_selection import ALL, selected
 from cases import random_trellis, relative_error, rotated
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
-from requant_kernels.experts import prefill
+from requant_kernels.experts import gemm, prefill
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
@@ -26,7 +26,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8, gemm_sm90, rotate
 from requant_kernels.trellis.gemm_sm90_launch import group_cta
-from requant_kernels.trellis.operands import sums_scale
+from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, sums_scale
 from triton.runtime.interpreter import TensorHandle
 
 CASES = [  # code, widths, hidden, intermediate, experts, tokens, experts a token, biases, rows of a CTA, bytes of a pass
@@ -109,33 +109,32 @@ def emulate() -> None:
     for name in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"):
         setattr(language, name, lambda *_, **__: None)
     module: Any = gemm_sm90
-    module.TensorDescriptor, module.tma, module.mbarrier, module.warpgroup_mma = (
-        Descriptor,
-        Tma,
-        Mbarrier,
-        warpgroup_mma,
-    )
+    module.tma, module.mbarrier, module.warpgroup_mma = Tma, Mbarrier, warpgroup_mma
+    module.TensorDescriptor = gemm.TensorDescriptor = Descriptor  # pyright: ignore[reportAttributeAccessIssue]
     module.sums_layout = module.fence_async_shared = lambda *_: None
     module.warpgroup_mma_init = lambda x: x
     module.warpgroup_mma_wait = lambda _count, deps: deps[0]
-    constants = module._launch_constants
-    own = ("PDL", "num_warps", "launch_pdl", "maxnreg")
-    module._launch_constants = lambda *given, **kind: {
-        **{name: value for name, value in constants(*given, **kind).items() if name not in own},
-        "PDL": "",
-    }
+    constants, program = module._launch_constants, gemm._program
+    module._launch_constants = lambda *given: interpreted(constants(*given))
+    gemm._program = lambda *given: (program(*given)[0], interpreted(program(*given)[1]))
     gemm_int8.quantized = partial(quantized_alone, gemm_int8.quantized)
     module.hadamard_transform = rotate.hadamard_transform = prefill.hadamard_transform = transform
     tl.inline_asm_elementwise = inline_asm_elementwise
     torch.empty = allocate_poisoned
 
 
+def interpreted(constants: dict[str, Any]) -> dict[str, Any]:
+    """Without options of launches, and without programmatic dependent launch."""
+    options = ("num_warps", "launch_pdl", "maxnreg")
+    return {name: value for name, value in constants.items() if name not in options} | {"PDL": ""}
+
+
 def transform(
     x: torch.Tensor, y: torch.Tensor, *, in_width: int, columns: int, out_width: int,
-    input_scales: torch.Tensor | None = None, pair: bool = False, permute: bool = False, **_: Any,
+    input_scales: torch.Tensor | None = None, pair: bool = False, permute: bool = False, factor: float = 1.0, **_: Any,
 ) -> None:  # fmt: skip
     """`hadamard_transform` without its kernel, which `interpret.py` tests: a program for each block takes long."""
-    scaled = x.double() if input_scales is None else x.double() * input_scales.double()
+    scaled = x.double() * factor if input_scales is None else x.double() * input_scales.double()
     own = rotated(torch.nn.functional.pad(scaled, (0, columns - in_width)))
     if pair:
         even, odd = own[:, ::2], own[:, 1::2]
@@ -185,7 +184,7 @@ def check_routes() -> None:
     """Every slot is a row of its expert, and every row is in one group."""
     for m, s, experts, per_group in ((300, 4, 5, 32), (1, 2, 9, 64), (700, 1, 1, 256), (40, 8, 128, 32)):
         chosen = (torch.rand(m, experts) * torch.rand(experts)).argsort(1)[:, :s]
-        stack: Any = type("Stack", (), {"experts": experts, "numbers": torch.arange(experts).short()})
+        stack: Any = type("Stack", (), {"experts": experts})
         found = route(chosen, stack, per_group=per_group)
         rows, slots = found.rows.long(), chosen.flatten()
         assert torch.equal(rows.sort().values, torch.arange(m * s))
@@ -212,18 +211,18 @@ def check_ends() -> None:
         for _ in range(2 * experts)
     ]
     stack = stack_experts(matrices, parts=2)
-    ((layout, of_stack),) = stack.by_bits.values()
+    layout = stack.layout
     ALLOCATED.append(layout.packed_codes)
     rotated = gemm_sm90.rotated_activations(torch.randn(rows, 64).half(), layout).values
-    config = dataclasses.replace(group_cta(2, 32), num_warps=2)
+    config = dataclasses.replace(group_cta(32), num_warps=2)
     out = torch.full((2, rows, 32), torch.inf)
     groups = torch.tensor([[2, 17, 40], [-1, 0, 0]], dtype=torch.int32)
-    gemm_sm90.group_product(rotated, layout, out, groups, of_stack, config)
+    gemm.experts_gemm(rotated, stack, out, groups, config)
     at = torch.arange(64)
     ordered = rotated[:, (at & ~63) | (at >> 1 & 7) << 3 | (at >> 4 & 3) << 1 | (at & 1)].double()
     for part in (0, 1):
         wanted = ordered[17:40] @ reference.trellis_values(matrices[part * experts + 2]).T
-        assert relative_error(out[part, 17:40], wanted) < 1e-3
+        assert relative_error(PARTIAL_SUM_SCALE * out[part, 17:40], wanted) < 1e-3
         assert out[part, :17].isinf().all() and out[part, 40:].isinf().all()
 
 
@@ -255,7 +254,7 @@ def main() -> None:
         chosen = torch.stack([1 + torch.randperm(experts - 1)[:s] for _ in range(m)])  # none takes expert 0
         weights = torch.rand(m, s)
         for stack in (gate_up, down):
-            ALLOCATED.extend(layout.packed_codes for layout, _ in stack.by_bits.values())
+            ALLOCATED.extend(layout.packed_codes for layout in stack.by_bits.values())
 
         def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             return gate.clamp(max=1) * torch.sigmoid(1.7 * gate) * (up + 1)

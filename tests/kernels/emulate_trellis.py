@@ -160,7 +160,7 @@ def check_experts() -> None:
         x, chosen = torch.randn(m, h).half(), torch.stack([torch.randperm(experts)[:s] for _ in range(m)])
         weights = torch.rand(m, s)
         for stack in (first, second):
-            ALLOCATED.extend(layout.packed_codes for layout, _ in stack.by_bits.values())
+            ALLOCATED.extend(layout.packed_codes for layout in stack.by_bits.values())
         ALLOCATED.extend((x, *signs.values()))
 
         def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.experts.gemv import Slots, experts_gemv_kernel  # noqa: E402
-from requant_kernels.experts.route import gather_kernel, route_kernel  # noqa: E402
+from requant_kernels.experts.route import MANY_BLOCKS, ONE_HOT, count_kernel, gather_kernel, route_kernel  # noqa: E402
 from requant_kernels.experts.router import choose_kernel, logits_kernel  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.launch_config import Shape  # noqa: E402
@@ -125,13 +125,24 @@ def test_a_router_is_small_and_does_not_spill() -> None:
 @pytest.mark.parametrize("per_group", [pytest.param(32, marks=pytest.mark.slow), 256])
 def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) -> None:
     """128 experts, 8 a token."""
-    constants = {"PER_TOKEN": 8, "EXPERTS": 128, "PADDED": 128, "N": per_group, "BLOCK": 1024, "GROUPS": 32}
-    integers = dict.fromkeys(("order_ptr",), "*i64") | dict.fromkeys(("slots", "groups", "k"), "i32")
-    pointers: dict[str, Any] = integers | dict.fromkeys(
-        ("ends_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"), "*i32"
+    block = ONE_HOT // 128
+    integers = dict.fromkeys(("slots", "blocks", "groups", "k"), "i32")
+    names = "experts_ptr", "counts_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"
+    pointers: dict[str, Any] = integers | dict.fromkeys(names, "*i32") | {"by_row_ptr": "*i16"}
+    machine = compile_kernel(
+        count_kernel, {"PADDED": 128, "BLOCK": block}, capability=90, pointers=pointers, warps=8
     )
-    machine = compile_kernel(route_kernel, constants, capability=90, pointers=pointers, warps=4)
-    assert machine.stack == 0 and machine.instructions < 2500
+    assert machine.stack == 0 and machine.instructions < 1500
+    constants = {
+        "PER_TOKEN": 8,
+        "PADDED": 128,
+        "N": per_group,
+        "BLOCK": block,
+        "GROUPS": 32,
+        "BLOCKS": MANY_BLOCKS,
+    }
+    machine = compile_kernel(route_kernel, constants, capability=90, pointers=pointers, warps=8)
+    assert machine.stack == 0 and machine.instructions < 4500
     machine = compile_kernel(
         gather_kernel, {"COLUMNS": 2048, "PDL": True}, capability=90, warps=4, aligned=("k",),
         pointers=pointers | {"x_ptr": "*fp16"},

@@ -1,7 +1,6 @@
 """The trellis GEMM of Hopper compiled without a GPU: wgmma in the background, no spills, and how it is launched."""
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -10,17 +9,15 @@ from requant_kernels import pack_trellis
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import gemm_int8_launch, gemm_sm90, gemm_sm90_launch
-from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
-from requant_kernels.trellis.layout import k64_per_unit
 from requant_kernels.trellis.operands import PARTIAL_SUM_SCALE, sums_scale
 
 from .cases import random_trellis
-from .compile_offline import Machine, compile_kernel, counts_instructions
+from .compile_offline import counts_instructions
+from .trellis_gemm_machines import multiply_machine
 from .trellis_kinds import INT8, KINDS
 
 
@@ -35,49 +32,6 @@ def test_sums_and_differences_make_the_same_product() -> None:
     half_sums = torch.stack([even + odd, even - odd], -1).flatten(1) / 2
     arranged = torch.stack([x[::2] + x[1::2], x[::2] - x[1::2]], -1).flatten()
     torch.testing.assert_close(half_sums @ arranged, weights @ x)
-
-
-def multiply_machine(
-    code: str,
-    bits: float,
-    *,
-    launch: tuple[int, ...] = (64, 8, 1, 0),
-    whole: bool = True,
-    sums: bool = False,
-    int8: bool = False,
-    out: str = "fp16",
-    experts: int = 0,
-    position: str = "alone",
-) -> Machine:
-    """`launch`: tokens, warps, tiles, k step of the prefetch."""
-    tokens, warps, tiles, prefetch_at = launch
-    four = round(4 * bits)
-    config = GemmSm90Config(
-        tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=prefetch_at
-    )
-    given = gemm_constants(
-        code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole, sums=sums, int8=int8
-    )
-    box = f"[{tokens}, {activation_stages(tokens, int8=int8)[0]}]"
-    pointers = {
-        "x_desc": f"tensordesc<{'i8' if int8 else 'fp16'}{box},{x_layout(8 if int8 else 16)!r}>",
-        "x_scales_ptr": "*fp32",
-        "codes_ptr": "*i32",
-        "out_ptr": f"*{out}",
-    }
-    pointers |= {
-        "units": "i32",
-        "rows": "i32",
-        "k_tiles": "i32",
-        "skipped": "i32",
-        "groups_ptr": "*i32",
-        "matrices_ptr": "*i32",
-    }
-    absent = (*(() if experts else ("groups_ptr", "matrices_ptr")), *(() if int8 else ("x_scales_ptr",)))
-    return compile_kernel(
-        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": position, "EXPERTS": experts}, capability=90,
-        pointers=pointers, warps=warps, aligned=("rows",), absent=absent, max_registers=max_registers(config, four),
-    )  # fmt: skip
 
 
 CEILING = {
@@ -220,31 +174,6 @@ def test_a_product_that_waits_last_is_the_same_program() -> None:
         assert (wait[0] > last_store[-1]) if position == "later" else (wait[0] < load[0])
 
 
-GROUPED = [("mul1", 2), ("pair", 2), ("mul1", 2.25), ("mul1", 4), ("3inst", 2)]
-
-
-@counts_instructions
-@pytest.mark.parametrize(
-    ("code", "bits"),
-    [
-        pytest.param(*kind, marks=() if kind == ("mul1", 2.25) else pytest.mark.slow)
-        for kind in (*GROUPED, *(kind for kind in KINDS if kind not in GROUPED))
-    ],
-)
-def test_groups_of_experts_change_nothing_in_the_loop(code: str, bits: float) -> None:
-    """Qwen3-30B-A3B, prompts of 65 tokens to 4 k: the loop of a single matrix, and no spills."""
-    launches = set()
-    for slots in (8 * 65, 8 * 512, 8 * 2048, 8 * 8192):
-        config = gemm_sm90_launch.trellis_groups(bits, slots, 128)
-        launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
-    assert {launch[0] for launch in launches} == {32, 64, 128, 256} and launches <= set(LAUNCHES)
-    for launch in launches:
-        alone, grouped = (multiply_machine(code, bits, launch=launch, experts=e) for e in (0, 128))
-        assert grouped.stack <= 16
-        assert grouped.opcodes["HGMMA"] == alone.opcodes["HGMMA"] and grouped.inner <= alone.inner + 8
-        assert grouped.instructions <= alone.instructions + 320
-
-
 @pytest.mark.parametrize(("rows", "tokens", "split_k"), [(1024, 64, 1), (1024, 256, 2), (128, 256, 1)])
 def test_sums_are_of_16_bits_with_a_scale(
     rows: int, tokens: int, split_k: int, monkeypatch: pytest.MonkeyPatch
@@ -257,7 +186,7 @@ def test_sums_are_of_16_bits_with_a_scale(
     values = gemm_sm90.product(x, layout, config)
     assert values.shape == (split_k, tokens, rows) and sums_scale(values) == PARTIAL_SUM_SCALE
     ((_, _, _, constants),) = launched
-    assert constants["SCALE"] == 1 / PARTIAL_SUM_SCALE
+    assert constants["CODES"].scale == 1 / PARTIAL_SUM_SCALE
 
 
 @pytest.mark.parametrize(
@@ -287,7 +216,7 @@ def test_the_last_round_of_ctas_is_of_smaller_ones(
     skipped = [arguments[-1] for _, _, arguments, _ in launched]
     assert skipped == [0, 8 * grids[0][0]][: len(grids)]
     assert 8 * sum(grid[0] for grid in grids) == rows // 16
-    assert all(constants["CTA"][0] * grid[2] == tokens for _, grid, _, constants in launched)
+    assert all(constants["CTA"].tokens * grid[2] == tokens for _, grid, _, constants in launched)
 
 
 @pytest.mark.parametrize(

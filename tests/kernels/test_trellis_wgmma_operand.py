@@ -10,10 +10,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels.common import wgmma
 from requant_kernels.fallback import reference
-from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis import wgmma_operand
 from requant_kernels.trellis.code_ptx import INTEGER_SUMS
-from requant_kernels.trellis.gemm_sm90 import gemm_constants
+from requant_kernels.trellis.gemm_sm90 import gemm_codes
 from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import random_trellis
@@ -88,27 +87,24 @@ def decoded(
         monkeypatch.setattr(wgmma_operand, name, plain(getattr(wgmma, name)))
     tiles, warps, k64_count = 2, 2, k64_per_unit(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
-    config = GemmSm90Config(tokens_per_cta=64, num_warps=warps, tiles_per_warp=tiles)
-    given: dict[str, Any] = gemm_constants(
-        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True, **kind
-    )
+    given = gemm_codes(code, layout.quad_bits, layout.packed_codes.shape[-1], whole=True, **kind)
     by_lane = layout.packed_codes.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
     words = tuple(
         Array(by_lane[:, unit, :, word].reshape(tiles, warps, 32).numpy())
         for unit in range(4 // k64_count)
-        for word in range(given["COUNT"])
+        for word in range(given.words)
     )
     previous_lane = Array(
         np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy()
     )
     found = [
         plain(getattr(wgmma_operand, decode))(
-            words, previous_lane, given["DECODE"], q, given["COUNT"], k64_count, None, warps, tiles
+            words, previous_lane, given.decode, q, given.words, k64_count, None, warps, tiles
         ).values.reshape(-1, 16, 64)
         for q in range(4)
     ]
     values = reference.trellis_values(layout).numpy().reshape(-1, 16, 4, 64)[:, ROWS]
-    return np.stack(found, 1), values.transpose(0, 2, 1, 3), given["SCALE"]
+    return np.stack(found, 1), values.transpose(0, 2, 1, 3), given.scale
 
 
 def halved(weights: Any) -> Any:

@@ -82,13 +82,11 @@ def experts_gemv(x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, 
     ctas, columns, constants = _program(
         stack.layout.code, stack.widths, stack.n, stack.k, total, slots, x.scales is not None, device
     )
-    # of a width that only other layers have anything may stand here: no matrix is there
-    codes = [stack.by_bits.get(bits, (stack.layout,))[0].packed_codes for bits in stack.widths]
     y = torch.empty(total, TILE * tiles, dtype=torch.float32, device=device)
     launch(
         experts_gemv_kernel, (ctas, total, 1),
         (
-            x.values, x.scales, tuple(codes), y, experts, stack.locations, tiles, columns,
+            x.values, x.scales, stack.codes_of_widths(), y, experts, stack.locations, tiles, columns,
             x.values.shape[1] // HADAMARD_TILE, x.values.stride(0),
         ),
         constants,

@@ -1,13 +1,14 @@
 """Sorts tokens by expert, without asking the device for the result.
 
-    slots of all tokens, sorted by expert        -> rows; row r is slot order[r], of token order[r] / s
+    slots of each expert, in blocks of slots     -> counts
+    slots of all tokens, sorted by expert        -> rows; a slot keeps its order among those of its expert
     rows of an expert, N at a time               -> groups [expert, first row, end]
 
 An expert's last group may have fewer rows. Only the device knows the number of groups, so a launch has the largest possible
 number (`most_groups`); surplus groups have expert -1.
 
-Our own kernel copies activations into this order: torch's would abort the process if rows have not been computed,
-as happens while kernels are compiled ahead (`common/compile_ahead.py`).
+Torch's sort, search and copy would take five launches. Its copy would also abort the process if rows have not been
+computed, as happens while kernels are compiled ahead (`common/compile_ahead.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none
@@ -24,7 +25,9 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.experts.stack import ExpertStack
 
-BLOCK, GROUPS_PER_CTA, COLUMNS = 1024, 32, 2048
+GROUPS_PER_CTA, COLUMNS = 32, 2048
+ONE_HOT = 1 << 14  # entries of a block's matrix [slots, experts]
+MANY_BLOCKS = 32  # whose counts are read at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,47 +46,77 @@ def most_groups(slots: int, experts: int, per_group: int) -> int:
 
 
 def route(experts: Tensor, stack: ExpertStack, *, per_group: int) -> Route:
-    """The route for the experts int64 [m, s] of each token."""
+    """The route for the experts int [m, s] of each token."""
     slots, (count, per_token), device = experts.numel(), (stack.experts, experts.shape[1]), experts.device
-    own, order = experts.flatten().to(torch.int16).sort(stable=True)
-    ends = torch.searchsorted(own, stack.numbers, right=True, out_int32=True)
-    tokens, rows = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
-    groups = torch.empty(most_groups(slots, count, per_group), 3, dtype=torch.int32, device=device)
-    grid = max(triton.cdiv(slots, BLOCK), triton.cdiv(len(groups), GROUPS_PER_CTA))
+    padded = triton.next_power_of_2(count)
+    block = max(16, ONE_HOT // padded)
+    blocks, own = triton.cdiv(slots, block), experts.contiguous()
+    counts = torch.empty(blocks, padded, dtype=torch.int32, device=device)
     launch(
-        route_kernel, (grid, 1, 1), (order, ends, tokens, rows, groups, slots, len(groups)),
+        count_kernel, (blocks, 1, 1), (own, counts, slots), interned(PADDED=padded, BLOCK=block, num_warps=8)
+    )
+    tokens, rows = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
+    by_row = torch.empty(slots, dtype=torch.int16, device=device)
+    groups = torch.empty(most_groups(slots, count, per_group), 3, dtype=torch.int32, device=device)
+    launch(
+        route_kernel, (max(blocks, triton.cdiv(len(groups), GROUPS_PER_CTA)), 1, 1),
+        (own, counts, by_row, tokens, rows, groups, slots, blocks, len(groups)),
         interned(
-            PER_TOKEN=per_token, EXPERTS=count, PADDED=triton.next_power_of_2(count), N=per_group, BLOCK=BLOCK,
-            GROUPS=GROUPS_PER_CTA, num_warps=4,
+            PER_TOKEN=per_token, PADDED=padded, N=per_group, BLOCK=block, GROUPS=GROUPS_PER_CTA, BLOCKS=MANY_BLOCKS,
+            num_warps=8,
         ),
     )  # fmt: skip
-    return Route(experts=own, tokens=tokens, rows=rows, groups=groups)
+    return Route(experts=by_row, tokens=tokens, rows=rows, groups=groups)
+
+
+@triton.jit
+def count_kernel(experts_ptr, counts_ptr, slots, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of BLOCK slots each expert has, to counts [blocks, PADDED]."""
+    slot, expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    own = tl.load(experts_ptr + slot, mask=slot < slots, other=-1).to(tl.int32)
+    tl.store(
+        counts_ptr + tl.program_id(0) * PADDED + expert,
+        tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0),
+    )
 
 
 @triton.jit
 def route_kernel(
-    order_ptr, ends_ptr, tokens_ptr, rows_ptr, groups_ptr, slots, groups, PER_TOKEN: tl.constexpr,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    experts_ptr, counts_ptr, by_row_ptr, tokens_ptr, rows_ptr, groups_ptr, slots, blocks, groups, PER_TOKEN: tl.constexpr,
+    PADDED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows and GROUPS groups per CTA; `ends` int32 [EXPERTS]: the end of every expert's rows."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(order_ptr + row, mask=row < slots, other=0).to(tl.int32)
-    tl.store(tokens_ptr + row, slot // PER_TOKEN, mask=row < slots)
-    tl.store(rows_ptr + slot, row, mask=row < slots)
+    """BLOCK slots and GROUPS groups per CTA. A slot's row: after those of all experts before, and of its own in earlier
+    blocks and in this one."""
+    expert, block = tl.arange(0, PADDED), tl.program_id(0)
+    totals, earlier = tl.zeros([PADDED], tl.int32), tl.zeros([PADDED], tl.int32)
+    for first in range(0, blocks, BLOCKS):
+        at = first + tl.arange(0, BLOCKS)
+        counts = tl.load(
+            counts_ptr + at[:, None] * PADDED + expert[None, :], mask=at[:, None] < blocks, other=0
+        )
+        totals += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where(at[:, None] < block, counts, 0), 0)
+    end = tl.cumsum(totals, 0)
+    start = end - totals
 
-    expert = tl.arange(0, PADDED)
-    end = tl.load(ends_ptr + expert, mask=expert < EXPERTS, other=0)
-    start = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
-    own_groups = (end - start + N - 1) // N
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(experts_ptr + slot, mask=slot < slots, other=-1).to(tl.int32)
+    mine = (own[:, None] == expert[None, :]).to(tl.int32)
+    row = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + (start + earlier)[None, :]), 1)
+    tl.store(rows_ptr + slot, row, mask=slot < slots)
+    tl.store(tokens_ptr + row, slot // PER_TOKEN, mask=slot < slots)
+    tl.store(by_row_ptr + row, own.to(tl.int16), mask=slot < slots)
+
+    own_groups = (totals + N - 1) // N
     last = tl.cumsum(own_groups, 0)  # the end of the expert's groups
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    mine = (group[:, None] < last[None, :]) & (group[:, None] >= (last - own_groups)[None, :])
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    has = (group[:, None] < last[None, :]) & (group[:, None] >= (last - own_groups)[None, :])
     inside = group < groups
-    first = tl.sum(tl.where(mine, start[None, :] + (group[:, None] - (last - own_groups)[None, :]) * N, 0), 1)
-    stop = tl.minimum(first + N, tl.sum(tl.where(mine, end[None, :], 0), 1))
-    found = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
+    begin = tl.sum(tl.where(has, start[None, :] + (group[:, None] - (last - own_groups)[None, :]) * N, 0), 1)
+    stop = tl.minimum(begin + N, tl.sum(tl.where(has, end[None, :], 0), 1))
+    found = tl.sum(tl.where(has, expert[None, :] + 1, 0), 1) - 1
     tl.store(groups_ptr + 3 * group, found, mask=inside)
-    tl.store(groups_ptr + 3 * group + 1, first, mask=inside)
+    tl.store(groups_ptr + 3 * group + 1, begin, mask=inside)
     tl.store(groups_ptr + 3 * group + 2, stop, mask=inside)
 
 

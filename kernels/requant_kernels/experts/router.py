@@ -1,10 +1,11 @@
-"""The router of a step of few tokens, in two launches: which experts each token goes to, and with which weights.
+"""The router, in two launches: which experts each token goes to, and with which weights.
 
     l = W y,   p = softmax(l) over all experts,   chosen = the s largest,   w_j = p_j   or, normalized, p_j / sum over chosen
 
 That is the router of Mixtral, OLMoE and Qwen3-MoE (and, normalized, of models that take the softmax of the chosen alone),
-which torch computes in some eight launches. The first launch reads W before the previous one has finished. Logits are
-rounded to the type of activations, as a linear layer's are; of equal ones the first expert is chosen.
+which torch computes in some eight launches. For few tokens, the first launch is our own and reads W before the previous one
+has finished; for many it is cuBLAS. Logits are rounded to the type of activations, as a linear layer's are; of equal ones
+the first expert is chosen.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none
@@ -21,6 +22,7 @@ from requant_kernels.common.launch import launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 VALUES = 8192  # of W, per CTA: 64 a thread
+FEW_TOKENS = 16  # each of which reads W
 MOST_EXPERTS = 512  # a warp holds the logits of a token
 
 
@@ -74,10 +76,13 @@ def choose_experts(y: Tensor, weight: Tensor, chosen: int, *, normalized: bool) 
     """Experts int32 [m, chosen] of the tokens y [m, k], and their weights in y's type; `weight` [experts, k], in that type.
     Both are contiguous."""
     (m, k), experts, pdl = y.shape, len(weight), supports_pdl(y.device)
-    logits = torch.empty(m, experts, dtype=y.dtype, device=y.device)
-    constants = _constants_of_logits(triton.next_power_of_2(k), pdl)
-    rows: int = constants["ROWS"]  # pyright: ignore[reportAssignmentType]
-    launch(logits_kernel, (-(-experts // rows), m, 1), (y, weight, logits, experts, k), constants)
+    if m <= FEW_TOKENS:
+        logits = torch.empty(m, experts, dtype=y.dtype, device=y.device)
+        constants = _constants_of_logits(triton.next_power_of_2(k), pdl)
+        rows: int = constants["ROWS"]  # pyright: ignore[reportAssignmentType]
+        launch(logits_kernel, (-(-experts // rows), m, 1), (y, weight, logits, experts, k), constants)
+    else:
+        logits = torch.nn.functional.linear(y, weight)
     found = torch.empty(m, chosen, dtype=torch.int32, device=y.device)
     weights = torch.empty(m, chosen, dtype=y.dtype, device=y.device)
     launch(

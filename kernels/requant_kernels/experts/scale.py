@@ -1,5 +1,5 @@
 """The operations after the products of experts: scales and biases of each slot's own matrix, the gate, and the sum over a
-token's experts. Elementwise, in plain Triton.
+token's experts. Elementwise, in plain Triton; or scales and the gate between two rotations (`step/rotated_gate.py`).
 
     h_j = silu(s_gate z_gate + b_gate) * (s_up z_up + b_up)          y_t = sum_j w_j (s_j z_j + b_j)
 """
@@ -15,6 +15,8 @@ from torch import Tensor
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.experts.stack import ExpertStack
+from requant_kernels.step import rotated_gate
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
 BLOCK = 256
 
@@ -88,16 +90,43 @@ def gate(
     return h
 
 
+def gate_and_rotate(
+    z: Tensor,
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    experts: Tensor,
+    dtype: torch.dtype,
+    form: ActivationForm,
+) -> RotatedActivations:
+    """silu(gate) * up of products z [2, slots, n] that are not rotated yet, rotated for the downs in `form`; where
+    `rotated_gate.supports` n."""
+    gates, ups = gate_and_up(z, gate_up)
+    assert down.layout.input_scales is not None
+    return rotated_gate.rotated_gate(
+        gates, ups, "silu", dtype, input_scales=down.layout.input_scales, form=form, experts=experts
+    )
+
+
+def gate_and_up(z: Tensor, gate_up: ExpertStack) -> tuple[Product, Product]:
+    """Products z [2, slots, n] with the scales and biases of all experts."""
+    scales, biases = gate_up.output_scales.chunk(2), [None, None]
+    if gate_up.biases is not None:
+        biases = gate_up.biases.chunk(2)
+    gates, ups = (
+        Product(values=values, output_scales=own, bias=bias)
+        for values, own, bias in zip(z.chunk(2), scales, biases, strict=True)
+    )
+    return gates, ups
+
+
 def combine(
-    z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, rows: Tensor | None = None,
-    into: Tensor | None = None, pdl: bool,
-) -> Tensor:  # fmt: skip
-    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: maps slots to z and experts in another order. `into`:
-    contiguous, of that type, to which it is added, and which is returned."""
+    z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, y: Tensor, *, rows: Tensor | None = None, adds: bool,
+    pdl: bool,
+) -> None:  # fmt: skip
+    """Write y [m, n], contiguous, of z [m s, n] and weights [m, s], or with `adds` add to it. `rows` int32 [m s]: maps slots
+    to z and experts in another order."""
     (m, per_token), n = weights.shape, stack.n
-    y = torch.empty(m, n, dtype=dtype, device=z.device) if into is None else into
     launch(
         combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, rows, y, n),
-        interned(PER_TOKEN=per_token, ADDS=into is not None, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
+        interned(PER_TOKEN=per_token, ADDS=adds, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
     )  # fmt: skip
-    return y

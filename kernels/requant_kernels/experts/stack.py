@@ -1,6 +1,6 @@
 """Trellis matrices of all experts of a layer, of one shape, stacked so that launches can index them by expert.
 
-Experts may have codes of different bit widths; each width is one stack. The launch of a step has the code for every one of
+Experts may have codes of different bit widths; each width is one stack. A launch has the code for every one of
 `widths`, of which a layer may lack some: layers with the same `widths` share one program. Input scales are signs that depend
 only on the seed and the number of columns, so one rotation of x serves all experts; every matrix has its own output scales.
 """
@@ -18,15 +18,12 @@ from requant_kernels.trellis.layout import TrellisLayout
 class ExpertStack:
     """Matrix `part * experts + e` is part `part` (gate and up: 2; down: 1) of expert e."""
 
-    by_bits: Mapping[
-        float, tuple[TrellisLayout, Tensor]
-    ]  # stacked codes, and int32 [matrices]: index of each in them or -1
-    index_of: Sequence[tuple[float, int]]  # per matrix: its bits, and its index there
+    by_bits: Mapping[float, TrellisLayout]  # stacked codes
+    index_of: Sequence[tuple[float, int]]  # per matrix: its bits, and its index in their stack
     locations: Tensor  # the same on the device, int32 [matrices, 2]: the number of the width in `widths`, and the index
     widths: tuple[float, ...]
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
-    numbers: Tensor  # int16: the experts' numbers 0, 1, ..
     parts: int
     n: int
     k: int
@@ -38,12 +35,16 @@ class ExpertStack:
     @property
     def layout(self) -> TrellisLayout:
         """One of the stacks: for what all have in common."""
-        return next(iter(self.by_bits.values()))[0]
+        return next(iter(self.by_bits.values()))
 
     def codes(self, matrix: int) -> Tensor:
         """The packed codes of a matrix: a view of its stack."""
         bits, index = self.index_of[matrix]
-        return self.by_bits[bits][0].packed_codes[index]
+        return self.by_bits[bits].packed_codes[index]
+
+    def codes_of_widths(self) -> tuple[Tensor, ...]:
+        """The stack of every one of `widths`; any where only other layers have a width: no matrix is there."""
+        return tuple(self.by_bits.get(bits, self.layout).packed_codes for bits in self.widths)
 
 
 def stack_experts(
@@ -67,12 +68,10 @@ def stack_experts(
     members: dict[float, list[int]] = {}
     for index, matrix in enumerate(matrices):
         members.setdefault(matrix.bits, []).append(index)
-    by_bits: dict[float, tuple[TrellisLayout, Tensor]] = {}
-    for bits, own in members.items():
-        table = torch.full((len(matrices),), -1, dtype=torch.int32)
-        table[own] = torch.arange(len(own), dtype=torch.int32)
-        codes = torch.stack([matrices[index].packed_codes for index in own])
-        by_bits[bits] = replace(matrices[own[0]], packed_codes=codes), table.to(codes.device)
+    by_bits = {
+        bits: replace(matrices[own[0]], packed_codes=torch.stack([matrices[i].packed_codes for i in own]))
+        for bits, own in members.items()
+    }
     index_of = [(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)]
     known = tuple(sorted({*members, *(widths or ())}))
     locations = torch.tensor([(known.index(bits), index) for bits, index in index_of], dtype=torch.int32)
@@ -80,6 +79,5 @@ def stack_experts(
         by_bits=by_bits, index_of=index_of, locations=locations.to(first.packed_codes.device), widths=known,
         output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
         biases=None if biases is None else torch.stack(list(biases)),
-        numbers=torch.arange(len(matrices) // parts, dtype=torch.int16, device=first.packed_codes.device), parts=parts,
-        n=first.n, k=first.k,
+        parts=parts, n=first.n, k=first.k,
     )  # fmt: skip

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.experts.gemv import experts_gemv
-from requant_kernels.experts.scale import combine, gate
+from requant_kernels.experts.scale import combine, gate, gate_and_rotate
 from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.step import rotated_gate
 from requant_kernels.trellis import gemv
-from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 
 
 def supports(device: torch.device) -> bool:
@@ -49,31 +49,16 @@ def experts_step(
         x = gemv.rotate_activations(x, gate_up.layout, input_form(gate_up), asm=asm)
     z = experts_gemv(x, gate_up, slots, per_token=per_token)
     if gated is None and rotated_gate.supports(gate_up.n):
-        h = _rotated_gate(z, gate_up, down, slots, given.dtype)
+        h = gate_and_rotate(z.unflatten(0, (2, -1)), gate_up, down, slots, given.dtype, input_form(down))
     else:
         h = gate(_rotated_back(z, gate_up, asm=asm), gate_up, slots, given.dtype, silu=gated is None, pdl=pdl)
         if gated is not None:
             h = gated(h[0], h[1]).contiguous()
         h = gemv.rotate_activations(h, down.layout, input_form(down), asm=asm)
     z = _rotated_back(experts_gemv(h, down, slots, per_token=1), down, asm=asm)
-    return combine(z, down, slots, weights, given.dtype, into=into, pdl=pdl)
-
-
-def _rotated_gate(
-    z: Tensor, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, dtype: torch.dtype
-) -> RotatedActivations:
-    """silu(gate) * up of the products of all slots, gates and then ups, rotated for the downs."""
-    scales, biases, count = gate_up.output_scales, gate_up.biases, gate_up.experts
-    first, second = (
-        Product(
-            values=values, output_scales=scales[own], bias=None if biases is None else biases[own]
-        )  # of all experts
-        for values, own in zip(z.chunk(2), (slice(None, count), slice(count, None)), strict=True)
-    )
-    assert down.layout.input_scales is not None
-    return rotated_gate.rotated_gate(
-        first, second, "silu", dtype, input_scales=down.layout.input_scales, form=input_form(down), experts=experts
-    )  # fmt: skip
+    y = torch.empty(*weights.shape[:1], down.n, dtype=given.dtype, device=z.device) if into is None else into
+    combine(z, down, slots, weights, y, adds=into is not None, pdl=pdl)
+    return y
 
 
 def _rotated_back(z: Tensor, stack: ExpertStack, *, asm: bool) -> Tensor:

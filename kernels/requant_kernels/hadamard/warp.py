@@ -24,6 +24,7 @@ warp of the last one computes and stores it twice.
 # pyright: reportAttributeAccessIssue=none, reportGeneralTypeIssues=none, reportAssignmentType=none
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -37,20 +38,22 @@ BLOCKS = (256, 4096)  # supported sizes
 NATURAL = (0, 1, 2)  # of g0 g1 g2, which of the bits 5 6 7
 
 
-def _mix_ptx() -> Ptx:
+def _mix_ptx(*, pair: bool) -> Ptx:
     """Eight values of a lane, of bits 0, 1 and the pairs' bit, from four pairs of float16 of bits 0 and 1.
 
     Outputs: float32, the pairs' bit fastest, then 0, then 1. Inputs: pairs, bit 0 fastest; the signs of the first product,
-    these negated, and both of the second.
+    these negated, and both of the second. `pair`: bit 0 is left alone.
     """
     ptx, types = PtxBuilder(), mma_k16_types("fp16")
     s, n, zeros, halves = "$12", "$13", ["0f00000000"] * 4, []
     other_s, other_n = "$14", "$15"
+    first = (s, s, s, n)
+    if pair:
+        none = ptx.new("none", "mov.b32 {d}, 0;")
+        first = (s, none, none, s)
     for one in range(2):
         sums = [ptx.register("sum") for _ in range(4)]
-        ptx.emit(
-            mma_line("m16n8k16", types, sums, (s, s, s, n), (f"${8 + 2 * one}", f"${9 + 2 * one}"), zeros)
-        )
+        ptx.emit(mma_line("m16n8k16", types, sums, first, (f"${8 + 2 * one}", f"${9 + 2 * one}"), zeros))
         for zero in range(2):
             pair = sums[2 * zero + 1], sums[2 * zero]
             halves.append(ptx.new("half", f"cvt.rn.f16x2.f32 {{d}}, {', '.join(pair)};"))
@@ -67,7 +70,9 @@ class WarpAssembly:
     load: Ptx
     load_constant: Ptx
     store: Ptx
+    store_words: Ptx  # 16 bytes apart
     mix: Ptx
+    mix_of_pairs: Ptx  # not bit 0
     low_halves: Ptx
     high_halves: Ptx
     add: Ptx
@@ -101,7 +106,14 @@ ASM = WarpAssembly(
         inputs={"address": "l", **dict.fromkeys(WORDS, "r"), "inside": "r"},
         registers={"pred": "p"},
     ),
-    mix=_mix_ptx(),
+    store_words=inline_ptx(
+        "setp.ne.b32 p, $inside, 0; "
+        + " ".join(f"@p st.global.b32 [$address + {16 * i}], ${word};" for i, word in enumerate(WORDS)),
+        inputs={"address": "l", **dict.fromkeys(WORDS, "r"), "inside": "r"},
+        registers={"pred": "p"},
+    ),
+    mix=_mix_ptx(pair=False),
+    mix_of_pairs=_mix_ptx(pair=True),
     low_halves=_of_two("prmt.b32", "r", ", 0x5410"),
     high_halves=_of_two("prmt.b32", "r", ", 0x7632"),
     add=_of_two("add.rn.f16x2", "r"),
@@ -210,6 +222,17 @@ def store_vector(pointer, at, words, inside, ASM: tl.constexpr):
 
 
 @triton.jit
+def store_permuted(pointer, at, words, inside, ASM: tl.constexpr):
+    """The same in the order of `trellis/gemm_sm90.py`: of every 64 columns, word 4 u + t is word 8 t + u of the row."""
+    PTX: tl.constexpr = ASM.store_words
+    word = (at // 8).to(tl.int64) * 32 + at % 2 * 16 + at // 2 % 4
+    tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, (pointer.to(tl.int64) + word * 4,) + words + (inside.to(tl.int32),), dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def load_floats(pointer, at, ASM: tl.constexpr):
     """The eight values of a constant vector, in float32; `at`: in vectors."""
     return unpacked(load_vector(pointer, at, True, ASM), pointer.dtype.element_ty)
@@ -254,16 +277,29 @@ def packed_vector(values, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def load_block(pointer, first, apart, VECTORS: tl.constexpr, ASM: tl.constexpr):
-    """A lane's values before a transform, as pairs of bit 8: bit 0 fastest, then 1, 2, 9, 10, 11. `first`: its first
-    vector."""
+    """A lane's values before a transform, as `block_pairs`. `first`: its first vector."""
+    return block_pairs(load_words(pointer, first, apart, VECTORS, ASM), ASM)
+
+
+@triton.jit
+def load_words(pointer, first, apart, VECTORS: tl.constexpr, ASM: tl.constexpr):
+    """The words of a lane's vectors, each followed by those of the one `apart`."""
+    found = ()
+    for v in tl.static_range(VECTORS // 2):
+        found = found + load_vector(pointer, first + v * 64, False, ASM)
+        found = found + load_vector(pointer, first + v * 64 + apart, False, ASM)
+    return found
+
+
+@triton.jit
+def block_pairs(words, ASM: tl.constexpr):
+    """The values of `load_words` as pairs of bit 8: bit 0 fastest, then 1, 2, 9, 10, 11."""
     LOW: tl.constexpr = ASM.low_halves
     HIGH: tl.constexpr = ASM.high_halves
     found = ()
-    for v in tl.static_range(VECTORS // 2):
-        a = load_vector(pointer, first + v * 64, False, ASM)
-        b = load_vector(pointer, first + v * 64 + apart, False, ASM)
-        for i in tl.static_range(4):
-            found = found + (of_words(a[i], b[i], LOW), of_words(a[i], b[i], HIGH))
+    for i in tl.static_range(len(words) // 2):
+        a, b = words[i // 4 * 8 + i % 4], words[i // 4 * 8 + 4 + i % 4]
+        found = found + (of_words(a, b, LOW), of_words(a, b, HIGH))
     return found
 
 
@@ -291,12 +327,12 @@ def mixed_groups(pairs, ASM: tl.constexpr):
 
 
 @triton.jit
-def two_vectors(pairs, signs, V: tl.constexpr, ASM: tl.constexpr):
+def two_vectors(pairs, signs, V: tl.constexpr, ASM: tl.constexpr, PAIR: tl.constexpr = False):
     """Vectors 2 V and 2 V + 1 of a lane after a transform, 16 float32, of pairs whose groups are mixed.
 
-    The two products divide by 16; the groups' sums are not divided (FACTOR).
+    The two products divide by 16; the groups' sums are not divided (FACTOR). PAIR: bit 0 is not mixed.
     """
-    PTX: tl.constexpr = ASM.mix
+    PTX: tl.constexpr = ASM.mix_of_pairs if PAIR else ASM.mix
     types: tl.constexpr = (tl.float32,) * 8
     both = ()
     for two in tl.static_range(2):
@@ -325,7 +361,7 @@ def factor_of(block_size: int) -> float:
     return (block_size // 256) ** -0.5
 
 
-def constants_of(width: int) -> dict[str, object]:
+def constants_of(width: int) -> dict[str, Any]:
     """Of a kernel on rows of this many values. FACTOR: what a transform leaves out."""
     block_size = width & -width
     return {

@@ -1,4 +1,4 @@
-"""`rotated_gate.py` for many tokens, after products by cuBLAS or in int8, without split-K: float16 input, transforms by
+"""`rotated_gate.py` for many tokens, after products in float16 without split-K, of one matrix or of experts: transforms by
 `hadamard/warp.py`."""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -23,6 +23,7 @@ from requant_kernels.hadamard.warp import (
     packed_vector,
     pairs_of,
     signs_of,
+    store_permuted,
     store_vector,
     two_vectors,
     unpacked,
@@ -30,6 +31,9 @@ from requant_kernels.hadamard.warp import (
 from requant_kernels.step.gated import logit_of
 from requant_kernels.step.rotated import ASSEMBLY, output_of, sigmoid
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
+
+# with fewer, products of one matrix split K, and tiles of a few tokens are split among warps (`rotated_gate.py`)
+MIN_TOKENS = 128
 
 
 @triton.jit
@@ -45,13 +49,21 @@ def _outputs(z, scales_ptr, bias_ptr, at, FACTOR: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _scaled_up(
-    z, scales_ptr, bias_ptr, input_scales_ptr, at, FACTOR: tl.constexpr, NEXT: tl.constexpr, ASM: tl.constexpr
+    z,
+    scales_ptr,
+    bias_ptr,
+    input_scales_ptr,
+    own_at,
+    at,
+    FACTOR: tl.constexpr,
+    NEXT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """A vector of `up`, times the scales of the next input and NEXT, its factor."""
+    """A vector of `up`, times the scales of the next input, at `at`, and NEXT, its factor."""
     MULTIPLY: tl.constexpr = ASM.multiply
     found = ()
     if bias_ptr is None:  # both scales at once
-        scales, own = load_vector(scales_ptr, at, True, ASM), load_vector(input_scales_ptr, at, True, ASM)
+        scales, own = load_vector(scales_ptr, own_at, True, ASM), load_vector(input_scales_ptr, at, True, ASM)
         both = ()
         for i in tl.static_range(4):
             both = both + (of_words(scales[i], own[i], MULTIPLY),)
@@ -60,7 +72,7 @@ def _scaled_up(
             found = found + (z[i] * factors[i] * (FACTOR * NEXT),)
     else:
         up, factors = (
-            _outputs(z, scales_ptr, bias_ptr, at, FACTOR, ASM),
+            _outputs(z, scales_ptr, bias_ptr, own_at, FACTOR, ASM),
             load_floats(input_scales_ptr, at, ASM),
         )
         for i in tl.static_range(8):
@@ -70,18 +82,25 @@ def _scaled_up(
 
 @triton.jit
 def dense_gate_kernel(
-    gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, y_ptr, tokens, columns,
-    gate_row, up_row, y_row, GATE_SCALE: tl.constexpr, UP_SCALE: tl.constexpr, ACTIVATION: tl.constexpr,
-    OTHER: tl.constexpr, VECTORS: tl.constexpr, PAIRED: tl.constexpr, FACTOR: tl.constexpr, WARPS: tl.constexpr,
-    G: tl.constexpr, ASM: tl.constexpr,
+    gate_ptr, up_ptr, gate_scales_ptr, up_scales_ptr, gate_bias_ptr, up_bias_ptr, input_scales_ptr, experts_ptr, y_ptr,
+    tokens, columns, gate_row, up_row, y_row, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
+    OTHER: tl.constexpr, PAIR: tl.constexpr, PERMUTE: tl.constexpr, VECTORS: tl.constexpr, PAIRED: tl.constexpr,
+    FACTOR: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A block of a token a warp; grid (blocks, tokens / WARPS). `columns` and strides in vectors. OTHER: assembly."""
+    """A block of a token a warp; grid (tokens / WARPS, blocks). `columns` and strides in vectors. SCALES: of the sums.
+    OTHER: assembly.
+
+    `experts`, if given: one per token; scales and biases are then of all experts, [experts, columns].
+    """
     lane, own_warp = lane_and_warp(WARPS)
-    token = tl.program_id(1).to(tl.int64) * WARPS + own_warp
+    token, block = tl.program_id(0).to(tl.int64) * WARPS + own_warp, tl.program_id(1)
     read = tl.minimum(token, tokens - 1)
-    apart = apart_of(tl.program_id(0), columns, PAIRED)
-    start, first, held = tl.program_id(0) * (32 * VECTORS), before(lane, G), after(lane, apart, G)
-    signs = signs_of(lane, PAIRED)
+    apart = apart_of(block, columns, PAIRED)
+    start, first, held = block * (32 * VECTORS), before(lane, G), after(lane, apart, G)
+    signs, own_row = signs_of(lane, PAIRED), 0
+    if experts_ptr is not None:
+        own_row = tl.load(experts_ptr + read).to(tl.int32) * columns
+    NEXT: tl.constexpr = FACTOR * (2 if PAIR else 1)
     gate_pairs = load_block(gate_ptr, read * gate_row + start + first, apart, VECTORS, ASM)
     up_pairs = load_block(up_ptr, read * up_row + start + first, apart, VECTORS, ASM)
     gate_pairs, up_pairs, pairs = mixed_groups(gate_pairs, ASM), mixed_groups(up_pairs, ASM), ()
@@ -91,31 +110,35 @@ def dense_gate_kernel(
         for half in tl.static_range(2):
             at = start + held + (64 * v + (4 << G[0]) * half)
             gate = _outputs(
-                of_gate[8 * half : 8 * half + 8], gate_scales_ptr, gate_bias_ptr, at, FACTOR * GATE_SCALE, ASM
-            )
+                of_gate[8 * half : 8 * half + 8], gate_scales_ptr, gate_bias_ptr, own_row + at, FACTOR * SCALES[0], ASM
+            )  # fmt: skip
             up = _scaled_up(
-                of_up[8 * half : 8 * half + 8], up_scales_ptr, up_bias_ptr, input_scales_ptr, at, FACTOR * UP_SCALE, FACTOR,
-                ASM,
+                of_up[8 * half : 8 * half + 8], up_scales_ptr, up_bias_ptr, input_scales_ptr, own_row + at, at,
+                FACTOR * SCALES[1], NEXT, ASM,
             )  # fmt: skip
             for i in tl.static_range(8):
                 h = h + (gate[i] * sigmoid(logit_of(gate[i], ACTIVATION), OTHER) * up[i],)
         pairs = pairs + pairs_of(h, tl.float16, ASM)
     pairs, signs = mixed_groups(pairs, ASM), signs[2:4] + signs[0:2]
     for v in tl.static_range(VECTORS // 2):
-        y = two_vectors(pairs, signs, v, ASM)
+        y = two_vectors(pairs, signs, v, ASM, PAIR)
         for half in tl.static_range(2):
             at = token * y_row + start + first + 64 * v + apart * half
             words = packed_vector(y[8 * half : 8 * half + 8], tl.float16, ASM)
-            store_vector(y_ptr, at, words, token < tokens, ASM)
+            if PERMUTE:
+                store_permuted(y_ptr, at, words, token < tokens, ASM)
+            else:
+                store_vector(y_ptr, at, words, token < tokens, ASM)
 
 
 def supports(gate: Product, up: Product, form: ActivationForm) -> bool:
     """Whether the products are for many tokens, with blocks of a supported size."""
-    width = gate.values.shape[-1]
+    m, width = gate.values.shape[-2:]
     return (
-        gate.values.dtype == up.values.dtype == torch.float16
+        (m >= MIN_TOKENS or not form.permute)
+        and gate.values.dtype == up.values.dtype == torch.float16
         and gate.source.splits == up.source.splits == 1
-        and not (form.permute or form.pair or form.int8)
+        and not form.int8
         and warp.supports(width & -width)
         and warp.readable(*(each for own in (gate, up) for each in (own.values, own.output_scales, own.bias)))
     )
@@ -128,21 +151,23 @@ def dense_gate(
     *,
     input_scales: torch.Tensor,
     form: ActivationForm,
+    experts: torch.Tensor | None = None,
 ) -> RotatedActivations:
     """As `rotated_gate`, but nothing is rounded before the activations are written."""
     m, f = gate.values.shape[-2:]
     found = form.empty(m, input_scales.device)
     rows = (gate.source.row_stride, up.source.row_stride, found.values.stride(0))
+    blocks, warps, _ = warp.grid_of(m, f)
     launch(
         dense_gate_kernel,
-        warp.grid_of(m, f),
+        (warps, blocks, 1),  # CUDA allows 65535 along the second dimension, and experts have more slots
         (
-            gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values, m,
-            f // 8, *(row // 8 for row in rows),
+            gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, experts,
+            found.values, m, f // 8, *(row // 8 for row in rows),
         ),
         interned(
-            GATE_SCALE=gate.source.scale, UP_SCALE=up.source.scale, ACTIVATION=activation, OTHER=ASSEMBLY,
-            **warp.constants_of(f),
+            SCALES=(gate.source.scale, up.source.scale), ACTIVATION=activation, OTHER=ASSEMBLY, PAIR=form.pair,
+            PERMUTE=form.permute, **warp.constants_of(f),
         ),
     )  # fmt: skip
     return found

@@ -172,8 +172,10 @@ def rotated_gate(
 
     `experts`: int, of each row of the products, whose scales are then those of all experts, [experts, n], and their biases.
     """
-    if experts is None and dense_gate.supports(gate, up, form):
-        return dense_gate.dense_gate(gate, up, activation, input_scales=input_scales, form=form)
+    if dense_gate.supports(gate, up, form):
+        return dense_gate.dense_gate(
+            gate, up, activation, input_scales=input_scales, form=form, experts=experts
+        )
     m, f = gate.values.shape[-2:]
     found, device = form.empty(m, input_scales.device), input_scales.device
     ctas = -(-f // (tiles_of_block(f) * HADAMARD_TILE))

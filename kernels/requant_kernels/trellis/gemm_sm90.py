@@ -8,8 +8,7 @@ STAGE_COLUMNS columns. Triton waits for every wgmma whose left operand is in reg
 when it needs the result, so wgmma runs while the next k64 is decoded. The following rotation reduces the split-K partial
 sums, which saves a launch.
 
-The experts of a mixture also take one launch (`experts/prefill.py`): tokens are sorted by expert, a CTA has up to N tokens
-of one expert, and reads the index of its matrix on the device (EXPERTS, `group_product`).
+`multiply_tiles` and `store_sums` are also those of the experts of a prompt (`experts/gemm.py`).
 
 Two weights w0, w1 of `pair` need not be decoded individually. Their product with two activations is
 
@@ -24,8 +23,9 @@ Imported only where it runs: Gluon is part of Triton from 3.6 on.
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
+from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -81,13 +81,39 @@ def max_registers(config: GemmSm90Config, quad_bits: int) -> int | None:
     return 128 if config.tokens_per_cta <= 64 and config.tiles_per_warp == 1 and quad_bits <= 16 else None
 
 
-@gluon.jit
-def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr, UNITS: gl.constexpr,
-                WHOLE: gl.constexpr):  # fmt: skip
-    """The words of the UNITS units of a k_tile, at a lane's base addresses; past the end, those of the last k_tile.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmCodes:
+    """What the loop over codes is compiled for. A k_tile of 256 columns is `units` units."""
 
-    LOADS: one per unit if units end with a k_tile (WHOLE), otherwise one for all.
-    """
+    decode: tuple[Any, ...]  # PTX of each k64 of a unit
+    loads: tuple[Any, ...]  # of each unit of a k_tile if units end with one (`whole`), otherwise one for all
+    words: int  # per lane and unit
+    vector: int  # words per load
+    k64_per_unit: int
+    units: int  # per k_tile
+    whole: bool
+    scale: float  # of the sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmCta:
+    """What the rest of the kernel is compiled for."""
+
+    tokens: int
+    num_warps: int
+    tiles_per_warp: int
+    prefetch_at: int  # the k64 of a k_tile during which the codes of the next one are loaded
+    stage_columns: int  # of activations
+    num_stages: int
+
+
+@gluon.jit
+def _load_codes(address, k_tile, units, CODES: gl.constexpr):
+    """The words of the units of a k_tile, at a lane's base addresses; past the end, those of the last k_tile."""
+    COUNT: gl.constexpr = CODES.words
+    UNITS: gl.constexpr = CODES.units
+    WHOLE: gl.constexpr = CODES.whole
+    LOADS: gl.constexpr = CODES.loads
     types: gl.constexpr = (gl.int32,) * COUNT
     found = ()
     for u in gl.static_range(UNITS):
@@ -102,99 +128,68 @@ def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr
 
 
 @gluon.jit
-def _load_activations(
-    x_desc, token, column, barrier, stage, pred, N: gl.constexpr, STAGE_COLUMNS: gl.constexpr
-):
+def first_codes(codes_ptr, tiles, lane, first, units, CODES: gl.constexpr):
+    """Base addresses of these lanes and row tiles, and the words of k_tile `first`: what `multiply_tiles` begins with."""
+    address = codes_ptr.to(gl.int64) + (tiles * units * (32 * CODES.words) + lane * CODES.vector) * 4
+    return address, _load_codes(address, first, units, CODES)
+
+
+@gluon.jit
+def activation_buffers(x_desc, CTA: gl.constexpr):
+    """Shared memory of the stages of activations, and the barrier of each."""
+    NUM_STAGES: gl.constexpr = CTA.num_stages
+    smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES, CTA.tokens, CTA.stage_columns], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    return smem, full
+
+
+@gluon.jit
+def _load_activations(x_desc, token, column, barrier, stage, pred, CTA: gl.constexpr):
     """Start the TMA copy of a stage; zeros beyond the matrix."""
-    mbarrier.expect(barrier, N * STAGE_COLUMNS * (x_desc.dtype.primitive_bitwidth // 8), pred=pred)
+    mbarrier.expect(
+        barrier, CTA.tokens * CTA.stage_columns * (x_desc.dtype.primitive_bitwidth // 8), pred=pred
+    )
     tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
 
 
-@gluon.jit(do_not_specialize=["k_tiles", "steps", "M", "units", "skipped"])
-def trellis_gemm_sm90_kernel(
-    x_desc, x_scales_ptr, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
-    DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
-    WHOLE: gl.constexpr, CTA: gl.constexpr, PREFETCH_AT: gl.constexpr,
-    STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
-):  # fmt: skip
-    """out of any float type `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
-    of 256 columns, tokens / N). `skipped`: row tiles before these, which another launch computes.
-
-    x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type.
-
-    A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
-    CTA: N tokens, W warps, R row tiles of each. STAGES: columns per stage of activations, and the number of stages. PDL:
-    see `PdlPosition`; empty: without it.
-
-    EXPERTS, if not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid is (.., parts, groups). A group is
-    int32 `[expert, first token, end]`; `matrices_ptr`, int32 `[parts, EXPERTS]`, has its matrix's index in the stack, or -1.
-    """
-    N: gl.constexpr = CTA[0]
-    W: gl.constexpr = CTA[1]
-    R: gl.constexpr = CTA[2]
+@gluon.jit
+def multiply_tiles(x_desc, token, smem, full, address, words, lane, first, count, units, CODES: gl.constexpr,
+                   CTA: gl.constexpr):  # fmt: skip
+    """Sums `[16 W R, N]`, float32 or int32, in the layout of `store_sums`, over `count` k_tiles from `first`, of the tokens
+    from `token` on. `address`, `words`: of `first_codes`; `smem`, `full`: of `activation_buffers`."""
+    N: gl.constexpr = CTA.tokens
+    W: gl.constexpr = CTA.num_warps
+    R: gl.constexpr = CTA.tiles_per_warp
+    PREFETCH_AT: gl.constexpr = CTA.prefetch_at
+    DECODE: gl.constexpr = CODES.decode
+    COUNT: gl.constexpr = CODES.words
+    J: gl.constexpr = CODES.k64_per_unit
     INT8: gl.constexpr = x_desc.dtype == gl.int8
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, min(N, 128), 32] if INT8 else [16, N, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4 if INT8 else 2)
-    STAGE_COLUMNS: gl.constexpr = STAGES[0]
-    NUM_STAGES: gl.constexpr = STAGES[1]
+    STAGE_COLUMNS: gl.constexpr = CTA.stage_columns
+    NUM_STAGES: gl.constexpr = CTA.num_stages
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 per stage
-    UNITS: gl.constexpr = 4 // J
-    first_tile = skipped + gl.program_id(0) * (W * R)
-    last_tile = rows // 16 - 1
-    lane, _, tiles = lane_and_tiles(first_tile, last_tile, W, R)
     previous_lane = (lane + 28) % 32
-    first = gl.program_id(1) * steps
-    count = gl.minimum(steps, k_tiles - first)
-    token, end = gl.program_id(2) * N, M
-    if EXPERTS:
-        if PDL != "":
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
-        group = groups_ptr + gl.program_id(2) * 3
-        expert, token, end = gl.load(group), gl.load(group + 1), gl.load(group + 2)
-        own = gl.program_id(1) * EXPERTS + gl.maximum(expert, 0)
-        matrix = gl.load(matrices_ptr + own)
-        if (expert < 0) | (matrix < 0):  # no tokens left, or a matrix of another bit width
-            return
-        tiles += matrix.to(gl.int64) * (last_tile + 1)
-        first, count = 0, k_tiles
-
-    smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES, N, STAGE_COLUMNS], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-    address = codes_ptr.to(gl.int64) + (tiles * units * (32 * COUNT) + lane * V) * 4
-    next_words = _load_codes(address, first, units, LOADS, COUNT, UNITS, WHOLE)
-    if PDL != "" and not EXPERTS:
-        if PDL != "first":
-            tl.extra.cuda.gdc_launch_dependents()
-        if PDL != "later":
-            tl.extra.cuda.gdc_wait()
-        if PDL == "first":
-            tl.extra.cuda.gdc_launch_dependents()
     stages = count * (4 // PER)
     for i in gl.static_range(NUM_STAGES):
         _load_activations(
-            x_desc,
-            token,
-            first * 256 + i * STAGE_COLUMNS,
-            full.index(i),
-            smem.index(i),
-            stages > i,
-            N,
-            STAGE_COLUMNS,
+            x_desc, token, first * 256 + i * STAGE_COLUMNS, full.index(i), smem.index(i), stages > i, CTA
         )
 
     acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.int32 if INT8 else gl.float32, layout=ACC))
     stage = 0
+    next_words = words
     for step in range(count):
         words = next_words
         for q in gl.static_range(4):
             if q == PREFETCH_AT:
-                next_words = _load_codes(address, first + step + 1, units, LOADS, COUNT, UNITS, WHOLE)
+                next_words = _load_codes(address, first + step + 1, units, CODES)
             if INT8:
                 weight = decode_int8(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
             else:
@@ -212,42 +207,92 @@ def trellis_gemm_sm90_kernel(
                 free = last % NUM_STAGES
                 pred = (stage > 0) & (last < stages)
                 _load_activations(
-                    x_desc, token, first * 256 + last * STAGE_COLUMNS, full.index(free), smem.index(free), pred, N,
-                    STAGE_COLUMNS,
+                    x_desc, token, first * 256 + last * STAGE_COLUMNS, full.index(free), smem.index(free), pred, CTA
                 )  # fmt: skip
             if q % PER == PER - 1:
                 stage += 1
     y = warpgroup_mma_wait(0, deps=[acc])
-    S: gl.constexpr = sums_layout(N, W, R)
     y = gl.reshape(gl.permute(gl.reshape(y, [W * R, 2, 8, N]), (0, 2, 1, 3)), [16 * W * R, N])  # tile g h
-    y = gl.convert_layout(y, S, assert_trivial=True)
-    row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, S))
+    return gl.convert_layout(y, sums_layout(N, W, R), assert_trivial=True)
+
+
+@gluon.jit
+def store_sums(
+    y, x_scales_ptr, out_ptr, part, first_tile, token, end, rows, M, SCALE: gl.constexpr, CTA: gl.constexpr
+):
+    """Write to out `[parts, M, rows]` the sums of row tiles from `first_tile` on, of tokens from `token` to `end`, times
+    SCALE and, where there are any, the scales of tokens."""
+    N: gl.constexpr = CTA.tokens
+    ROWS: gl.constexpr = 16 * CTA.num_warps * CTA.tiles_per_warp
+    S: gl.constexpr = sums_layout(N, CTA.num_warps, CTA.tiles_per_warp)
+    row = first_tile * 16 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     m = token + gl.arange(0, N, gl.SliceLayout(0, S))
-    if INT8:
+    if x_scales_ptr is not None:
         y = y.to(gl.float32) * gl.load(x_scales_ptr + m, mask=m < end, other=0.0)[None, :]
     y = (y * SCALE).to(out_ptr.dtype.element_ty)
-    at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
+    at = (part * M + m)[None, :].to(gl.int64) * rows + row[:, None]
     gl.store(out_ptr + at, y, mask=(m < end)[None, :] & (row < rows)[:, None])
+
+
+@gluon.jit(do_not_specialize=["k_tiles", "steps", "M", "units", "skipped"])
+def trellis_gemm_sm90_kernel(
+    x_desc, x_scales_ptr, codes_ptr, out_ptr, units, k_tiles, steps, rows, M, skipped,
+    CODES: gl.constexpr, CTA: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out of any float type `[splits, M, rows]`; grid: (row tiles / (W R), splits of `steps` k_tiles of 256 columns,
+    tokens / N). `skipped`: row tiles before these, which another launch computes.
+
+    x float16, or int8 with a scale float32 per token, `x_scales_ptr`; weights are decoded to the same type. PDL: see
+    `PdlPosition`; empty: without it.
+    """
+    first_tile = skipped + gl.program_id(0) * (CTA.num_warps * CTA.tiles_per_warp)
+    lane, _, tiles = lane_and_tiles(first_tile, rows // 16 - 1, CTA.num_warps, CTA.tiles_per_warp)
+    first = gl.program_id(1) * steps
+    count = gl.minimum(steps, k_tiles - first)
+    smem, full = activation_buffers(x_desc, CTA)
+    address, words = first_codes(codes_ptr, tiles, lane, first, units, CODES)
+    if PDL != "":
+        if PDL != "first":
+            tl.extra.cuda.gdc_launch_dependents()
+        if PDL != "later":
+            tl.extra.cuda.gdc_wait()
+        if PDL == "first":
+            tl.extra.cuda.gdc_launch_dependents()
+    token = gl.program_id(2) * CTA.tokens
+    y = multiply_tiles(x_desc, token, smem, full, address, words, lane, first, count, units, CODES, CTA)
+    store_sums(y, x_scales_ptr, out_ptr, gl.program_id(1), first_tile, token, M, rows, M, CODES.scale, CTA)
     if PDL == "later":
         tl.extra.cuda.gdc_wait()
 
 
 @cache
-def gemm_constants(
-    code: str, quad_bits: int, vector: int, config: GemmSm90Config, *, whole: bool, sums: bool = False, int8: bool = False
-) -> dict[str, object]:  # fmt: skip
-    """The kernel's compile-time constants. `whole`: columns are a multiple of the k_tile; `sums`: half sums are decoded;
-    `int8`: to int8."""
+def gemm_codes(
+    code: str, quad_bits: int, vector: int, *, whole: bool, sums: bool = False, int8: bool = False, scale: float = 1.0
+) -> GemmCodes:  # fmt: skip
+    """`whole`: columns are a multiple of the k_tile; `sums`: half sums are decoded; `int8`: to int8; `scale`: of the sums,
+    besides the code's own."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
-    ptx, scale = (integers_ptx, INTEGER_SCALES[sums]) if int8 else (decode_ptx, SUM_SCALE if sums else 1.0)
-    return {
-        "DECODE": tuple(ptx(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
-        "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
-        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole,
-        "CTA": (config.tokens_per_cta, config.num_warps, config.tiles_per_warp), "PREFETCH_AT": config.prefetch_at,
-        "STAGES": activation_stages(config.tokens_per_cta, int8=int8), "SCALE": scale,
-    }  # fmt: skip
+    ptx, own = (integers_ptx, INTEGER_SCALES[sums]) if int8 else (decode_ptx, SUM_SCALE if sums else 1.0)
+    return GemmCodes(
+        decode=tuple(ptx(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
+        loads=tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
+        words=words, vector=vector, k64_per_unit=k64_count, units=units, whole=whole, scale=scale * own,
+    )  # fmt: skip
+
+
+@cache
+def gemm_cta(config: GemmSm90Config, *, int8: bool = False) -> GemmCta:
+    columns, stages = activation_stages(config.tokens_per_cta, int8=int8)
+    return GemmCta(
+        tokens=config.tokens_per_cta, num_warps=config.num_warps, tiles_per_warp=config.tiles_per_warp,
+        prefetch_at=config.prefetch_at, stage_columns=columns, num_stages=stages,
+    )  # fmt: skip
+
+
+def is_whole(quad_bits: int, k: int) -> bool:
+    """Whether the units of a row of k columns end with a k_tile."""
+    return -(-k // (k64_per_unit(quad_bits) * K64)) * k64_per_unit(quad_bits) * K64 % K_TILE == 0
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
@@ -320,53 +365,31 @@ def multiply(
             (ctas, splits, -(-m // own.tokens_per_cta)),
             (
                 TensorDescriptor.from_tensor(rotated, box, x_layout(8 if int8 else 16)), x_scales, layout.packed_codes, out,
-                None, None, units, k_tiles, steps, tiles * 16, m, before,
+                units, k_tiles, steps, tiles * 16, m, before,
             ),
             _launch_constants(
-                layout.code, layout.quad_bits, vector, units, k_tiles, own, sums=sums, int8=int8,
-                position=position.of_launch(first=before == 0, last=before + own_tiles == tiles),
+                layout.code, layout.quad_bits, vector, is_whole(layout.quad_bits, layout.k), own, sums, int8,
+                position.of_launch(first=before == 0, last=before + own_tiles == tiles),
             ),
         )  # fmt: skip
         before += own_tiles
     return out
 
 
-def group_product(
-    rotated: Tensor, layout: TrellisLayout, out: Tensor, groups: Tensor, matrices: Tensor, config: GemmSm90Config
-) -> None:  # fmt: skip
-    """Write the products of a stack's matrices with rotated activations [m, columns], sorted by expert, to out
-    [parts, m, rows].
-
-    `layout` holds the codes of the stack. groups: int32 [g, 3]: the expert of up to `tokens_per_cta` rows (-1: none), the
-    first of these rows, and the end. matrices: int32 [parts * experts], a matrix's index in the stack, or -1.
-    """
-    parts, m, rows = out.shape
-    _, tiles, units, _, _, vector = layout.packed_codes.shape
-    k_tiles = -(-layout.k // K_TILE)
-    box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
-    launch(
-        trellis_gemm_sm90_kernel,
-        (-(-tiles // (config.num_warps * config.tiles_per_warp)), parts, len(groups)),
-        (
-            TensorDescriptor.from_tensor(rotated, box, x_layout()), None, layout.packed_codes, out, groups, matrices, units,
-            k_tiles, k_tiles, rows, m, 0,
-        ),
-        _launch_constants(
-            layout.code, layout.quad_bits, vector, units, k_tiles, config,
-            sums=takes_half_sums(layout.code, config.tokens_per_cta), experts=len(matrices) // parts,
-        ),
-    )  # fmt: skip
-
-
 @cache
 def _launch_constants(
-    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, *, sums: bool,
-    int8: bool = False, experts: int = 0, position: str = "alone",
-) -> dict[str, object]:  # fmt: skip
-    whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
-    given = gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums, int8=int8)
-    scale = cast(float, given["SCALE"]) / (1.0 if experts else PARTIAL_SUM_SCALE)
-    return given | {
-        "SCALE": scale, "PDL": position, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
+    code: str,
+    quad_bits: int,
+    vector: int,
+    whole: bool,
+    config: GemmSm90Config,
+    sums: bool,
+    int8: bool,
+    position: str,
+) -> dict[str, object]:
+    scale = 1 / PARTIAL_SUM_SCALE
+    return {
+        "CODES": gemm_codes(code, quad_bits, vector, whole=whole, sums=sums, int8=int8, scale=scale),
+        "CTA": gemm_cta(config, int8=int8), "PDL": position, "num_warps": config.num_warps, "launch_pdl": True,
         "maxnreg": max_registers(config, quad_bits),
     }  # fmt: skip

@@ -97,27 +97,23 @@ def launches(
     return [(config, whole), (GemmSm90Config(tokens_per_cta=128, num_warps=8), tiles - whole)]
 
 
-GROUP_TOKENS = (32, 64, 128, 256)  # most tokens of one expert per CTA
+GROUP_TOKENS = (32, 64, 256)  # most tokens of one expert per CTA
 
 
-def trellis_groups(bits: float, slots: int, experts: int) -> GemmSm90Config:
-    """`slots` tokens divided among `experts` matrices; each CTA has tokens of one expert (`experts/prefill.py`).
+def group_tokens(slots: int, experts: int) -> int:
+    """Tokens per CTA of `slots` tokens divided among `experts` matrices; a CTA has tokens of one expert (`experts/gemm.py`).
 
-    A CTA's time is that of its weights, worth 43 tokens, plus that of its N tokens; an expert's last CTA is half full on
-    average. The r tokens of an expert thus take r / N + 1 / 2 CTAs, and their time is least at N = sqrt(86 r). On an H200
-    this was the best of the four at 4 and 32 tokens per expert; at 256, where it is 148, 256 took 5 % less than 128.
+    Weights are decoded once per CTA, and an expert's last CTA is half full on average. On an H200, 32 were best at 8 tokens
+    per expert, 64 at 32 and at 128 (2 to 9 % less time than 128), and 256 at 256 (`eval/results/experts-prefill-h200.json`).
     """
-    wanted = (86 * slots / experts) ** 0.5
-    return group_cta(bits, next((n for n in GROUP_TOKENS if wanted < 1.1 * n), GROUP_TOKENS[-1]))
+    per_expert = slots / experts
+    return 32 if per_expert <= 16 else 64 if per_expert <= 192 else 256
 
 
-def group_cta(bits: float, tokens: int) -> GemmSm90Config:
-    """The CTA for up to so many tokens of one expert: four warps of two tiles for 64, otherwise eight of one."""
-    two_tiles = tokens == 64 and bits <= 4
-    return GemmSm90Config(
-        tokens_per_cta=tokens, num_warps=4 if two_tiles else 8, tiles_per_warp=2 if two_tiles else 1,
-        prefetch_at=2 if tokens == 256 else 0,
-    )  # fmt: skip
+def group_cta(tokens: int) -> GemmSm90Config:
+    """The CTA for up to so many tokens of one expert: 64 with four warps of two tiles take 5 % more time with one width of
+    `pair`, and 22 with thirteen, which need all registers."""
+    return GemmSm90Config(tokens_per_cta=tokens, num_warps=8, prefetch_at=2 if tokens == 256 else 0)
 
 
 # tokens, warps and tiles per CTA, the k step at which codes are prefetched; splits of K

@@ -8,6 +8,8 @@ import emulate_trellis_block as dense
 import emulated_assembly
 import torch
 from requant_kernels import dispatch, ops
+from requant_kernels.experts.step import experts_step
+from requant_kernels.trellis.operands import Product
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from requant.inference import experts
@@ -15,7 +17,7 @@ from requant.inference.fused_prefill import read_prompts
 from requant.inference.fused_step import PlainBlock, fused_steps
 from requant.inference.static_cache import SharedLengthCache
 from requant.inference.trellis_block import TrellisBlock
-from requant.inference.trellis_mixture import TrellisMixture
+from requant.inference.trellis_mixture import TrellisMixture, trellis_mixture
 from requant.models.experts import Experts, unfuse_experts
 from requant.text.kv_cache import with_cache
 
@@ -73,6 +75,8 @@ def main() -> None:
     assert isinstance(plain.blocks[0], PlainBlock)
     check("a step", step(tokens, caches[1]), wanted, 5e-3)
 
+    check_prefill(second.block, layer)
+
     # by the mixture's own modules, between the block's launches
     handle = second.block.mlp.gate.register_forward_hook(lambda *_: None)
     step, _ = fused_steps(model, 2, 100)
@@ -84,6 +88,30 @@ def main() -> None:
     logits = read_prompts(model, step.blocks, prompts[:, :2], scratch, 0)
     ops.dispatch, ops.dispatch_group = dense.REFERENCE, dispatch.dispatch_group
     check("prompts", logits, model(prompts[:, :2], **with_cache(model, own)).logits[:, -1], 5e-3)
+
+
+def check_prefill(block: Any, layer: Any) -> None:
+    """More tokens than a step has: the kernels' router, and experts that add to the residual stream."""
+    size, seen = block.mlp.gate.weight.shape[1], []
+    x = torch.randn(18, size).half()
+    delta = Product(values=torch.randn(18, size), output_scales=torch.rand(size).half(), bias=None)
+    wanted = x.clone()
+    own = trellis_mixture(block, 18)
+    assert own is not None and own.step is layer.step  # there is no Hopper
+    TrellisMixture(block, None, None)(wanted, delta)
+
+    def prefill(x, gate_up, down, chosen, weights, *, gated, into, tokens_per_cta):
+        seen.append((chosen.dtype, tokens_per_cta))
+        return experts_step(x, gate_up, down, chosen, weights, gated=gated, into=into)
+
+    experts.experts_prefill = prefill
+    layer.prefill = experts.ExpertsPrefill(layer.step)
+    own = trellis_mixture(block, 18)
+    assert own is not None and own.step is None and own.prefill == (layer.step.router, layer.prefill)
+    own(x, delta)
+    layer.prefill = None
+    assert seen == [(torch.int32, None)]
+    check("a prompt's experts", x, wanted, 5e-3)
 
 
 def empty_cache(model: Any) -> SharedLengthCache:
