@@ -171,7 +171,7 @@ def earlier_decoding_table(results: Path) -> str:
 
 def experts_step_table(results: Path) -> str:
     """The experts of one block by kernel and number of tokens: microseconds, and the speed-up over the best of bf16."""
-    found = read(results, "experts-step-h100").get("rows", [])
+    found = read(results, "experts-step-h200").get("rows", [])
     tokens = sorted({row["m"] for row in found})
     cells = {
         (row["kernel"], row["bits"], row["m"]): f"{row['us']:.1f} ({row['ratio']:.2f} x)" for row in found

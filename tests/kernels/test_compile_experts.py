@@ -30,9 +30,9 @@ FEW, ALL = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3), tuple(quarters / 4 for quarter
 def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: int, tokens: int) -> Machine:
     """The launch of `experts/gemv.py` for so many tokens, 8 of 128 experts each."""
     shapes = [Shape(code, bits, n, k, 1) for bits in widths]
-    configs = gemv_launch.trellis_slots(shapes, 8 * parts * tokens, torch.device("cpu"))
+    config = gemv_launch.trellis_slots(shapes, 8 * parts * tokens, torch.device("cpu"))
     int8, kinds = CODES[code].byte_sums, []
-    for bits, config in zip(widths, configs, strict=True):
+    for bits in widths:
         quad_bits = round(4 * bits)
         units = -(-k // (64 * k64_per_unit(quad_bits)))
         kinds.append((code, quad_bits, words_per_load(quad_bits), config, units, int8))
@@ -42,7 +42,7 @@ def experts_machine(code: str, widths: Sequence[float], n: int, k: int, parts: i
     pointers |= {"experts_ptr": "*i32", "locations_ptr": "*i32", "tiles": "i32"}
     pointers |= {"codes_ptrs": ("*i32",) * len(widths), "columns": ("i32",) * len(widths)}
     return compile_kernel(
-        experts_gemv_kernel, given, capability=90, pointers=pointers, warps=configs[0].num_warps, aligned=("stride_x",),
+        experts_gemv_kernel, given, capability=90, pointers=pointers, warps=config.num_warps, aligned=("stride_x",),
         absent=() if int8 else ("scales_ptr",),
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_experts_of_many_widths_are_one_launch_that_does_not_spill(
     """Qwen3-30B-A3B, a step of one token and of several: gates and ups, and downs. The code of a width is that of a single
     matrix."""
     machine = experts_machine(code, widths, n, k, parts, tokens)
-    (config, *_) = gemv_launch.trellis_slots(
+    config = gemv_launch.trellis_slots(
         [Shape(code, bits, n, k, 1) for bits in widths], 8 * parts * tokens, torch.device("cpu")
     )
     launch = config.num_warps, config.tiles_per_cta, config.units_per_step

@@ -26,7 +26,7 @@ from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import Shape
 from requant_kernels.trellis.gemv_group import allocate_sums, group_constants, multiply_part
-from requant_kernels.trellis.gemv_launch import trellis_slots
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig, trellis_slots
 from requant_kernels.trellis.layout import TILE, k64_per_unit, words_per_load
 from requant_kernels.trellis.operands import RotatedActivations
 
@@ -74,13 +74,15 @@ def experts_gemv_kernel(
             )  # fmt: skip
 
 
-def experts_gemv(x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, per_token: int) -> Tensor:
+def experts_gemv(
+    x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, per_token: int, config: TrellisGemvConfig | None = None
+) -> Tensor:  # fmt: skip
     """V times rotated activations for every slot, float32 [parts * slots, rows]; slot i of a part reads row i / per_token of
-    x. `experts`: int [slots], any of the stack's."""
+    x. `experts`: int [slots], any of the stack's; `config`: in place of the rule's."""
     device, total, tiles = experts.device, stack.parts * len(experts), -(-stack.n // TILE)
     slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
     ctas, columns, constants = _program(
-        stack.layout.code, stack.widths, stack.n, stack.k, total, slots, x.scales is not None, device
+        stack.layout.code, stack.widths, stack.n, stack.k, total, slots, x.scales is not None, device, config
     )
     y = torch.empty(total, TILE * tiles, dtype=torch.float32, device=device)
     launch(
@@ -96,20 +98,21 @@ def experts_gemv(x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, 
 
 @cache
 def _program(
-    code: str, widths: tuple[float, ...], n: int, k: int, total: int, slots: Slots, int8: bool, device: torch.device
+    code: str, widths: tuple[float, ...], n: int, k: int, total: int, slots: Slots, int8: bool, device: torch.device,
+    config: TrellisGemvConfig | None,
 ) -> tuple[int, tuple[int, ...], Mapping[str, object]]:  # fmt: skip
     """CTAs of a matrix, columns of whole units of every width, and the constants of the kernel."""
-    configs = trellis_slots([Shape(code, bits, n, k, 1) for bits in widths], total, device)
+    config = config or trellis_slots([Shape(code, bits, n, k, 1) for bits in widths], total, device)
     parts, columns = [], []
-    for bits, config in zip(widths, configs, strict=True):
+    for bits in widths:
         quad_bits = round(4 * bits)
         unit = 64 * k64_per_unit(quad_bits)
         units = -(-k // unit)
         parts.append((code, quad_bits, words_per_load(quad_bits), config, units, int8))
         columns.append(unit * units)
-    first, pdl = configs[0], supports_pdl(device)
+    pdl = supports_pdl(device)
     constants = interned(
-        **group_constants(tuple(parts), 1), SLOTS=slots, PDL=pdl, num_warps=first.num_warps, num_stages=1,
+        **group_constants(tuple(parts), 1), SLOTS=slots, PDL=pdl, num_warps=config.num_warps, num_stages=1,
         **pdl_option(pdl),
     )  # fmt: skip
-    return -(-n // (TILE * first.tiles_per_cta)), tuple(columns), constants
+    return -(-n // (TILE * config.tiles_per_cta)), tuple(columns), constants

@@ -132,21 +132,23 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
     return [launch_of(shape, *launch, max_ctas_per_sm=cap) for shape in shapes]
 
 
-def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> list[TrellisGemvConfig]:
+def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> TrellisGemvConfig:
     """One token times each of `slots` matrices of equal sizes, which have one of several widths each (`experts/gemv.py`), by
-    a rule that no table replaces: four warps, or eight of at least two units each; with many slots four, or two for few
-    columns (`eval/results/experts-launches-h200.json`, up to 4 bits)."""
+    a rule that no table replaces. Measured up to 4 bits (`eval/results/experts-launches-h200.json`), where four warps are
+    best, and for many slots with few columns two. All warps of a launch wait for its widest matrix: steps are long only
+    where every width has many units."""
     k, tiles = shapes[0].k, -(-shapes[0].n // ROWS)
-    units = [-(-k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes]
-    byte_sums, bits = CODES[shapes[0].format].byte_sums, max(shape.bits for shape in shapes)
-    many = slots > MANY_SLOTS
-    num_warps = 8 if min(units) >= 16 and not many else 4 if k > 1024 or not many else 2
-    most = (1,) if bits > 4 or not byte_sums else (1, 2)
-    own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
-    long_steps = many and most[-1] == 2 and min(units) >= 8 * num_warps
-    return [
-        TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=2 if long_steps else 1)
-    ] * len(shapes)
+    units = min(-(-k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes)
+    many = slots >= MANY_SLOTS
+    if max(shape.bits for shape in shapes) > 4 or not CODES[shapes[0].format].byte_sums:
+        num_warps = 8 if units >= 16 and not many else 4 if k > 1024 or not many else 2
+        return TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=1)
+    if many and k <= 1024:
+        long = len({shape.bits for shape in shapes}) == 1 and units >= 8
+        return TrellisGemvConfig(num_warps=2, tiles_per_cta=2 if long else 1, units_per_step=2 if long else 1)
+    long = units >= 32
+    one_tile = not long and 4 * tiles * slots <= 24 * num_sms(device)  # the warps that fit with one
+    return TrellisGemvConfig(num_warps=4, tiles_per_cta=1 if one_tile else 2, units_per_step=2 if long else 1)
 
 
 # warps, tiles, units per step
