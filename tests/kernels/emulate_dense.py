@@ -91,8 +91,10 @@ def check_combine(m: int, n: int, per_token: int, dtype: torch.dtype, *, biased:
     assert error < (1e-3 if dtype == torch.float16 else 4e-3), f"sum of experts of {n}: {error:.1e}"
 
 
-def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: int, *, norms: bool) -> None:
-    """Into a cache whose last rows the texts do not reach, from a row that is not the first."""
+def check_rope(
+    texts: int, tokens: int, heads: int, key_heads: int, head_dim: int, *, norms: bool, splits: tuple[int, ...] = (1, 1, 1)
+) -> None:  # fmt: skip
+    """Into a cache whose last rows the texts do not reach, from a row that is not the first. `splits`: of each product."""
     m, length, position = texts * tokens, tokens + 5, 3
     widths = [count * head_dim for count in (heads, key_heads, key_heads)]
     values = [torch.randn(m, width).half() for width in widths]
@@ -102,10 +104,12 @@ def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: in
     angles = torch.rand(m, head_dim) * 6
     cos, sin = angles.cos().half(), angles.sin().half()
     cache = [torch.full((texts, key_heads, length, head_dim), 7.0).half() for _ in range(2)]
-    parts = [
-        Product(values=value, output_scales=scale, bias=bias)
-        for value, scale, bias in zip(values, scales, biases, strict=True)
-    ]
+    parts = []
+    for i, count in enumerate(splits):
+        shares = torch.rand(count, 1, 1) if count > 1 else torch.ones(1, 1, 1)
+        sums = (values[i].float() * shares / shares.sum() / PARTIAL_SUM_SCALE).half()
+        own = values[i] if count == 1 else sums
+        parts.append(Product(values=own, output_scales=scales[i], bias=biases[i]))
     with mock.patch.object(dense_rope, "MIN_TOKENS", 1):
         assert dense_rope.supports(parts, weights, cache[0], cos)
         queries = rotated_rope(
@@ -113,7 +117,9 @@ def check_rope(texts: int, tokens: int, heads: int, key_heads: int, head_dim: in
         )  # fmt: skip
     wanted = []
     for i, product in enumerate(parts):
-        y = rotated(product.values) * product.output_scales.double()
+        sums = product.values.double()
+        sums = sums if sums.dim() == 2 else PARTIAL_SUM_SCALE * sums.sum(0)
+        y = rotated(sums) * product.output_scales.double()
         y = (y if product.bias is None else y + product.bias.double()).view(m, -1, head_dim)
         if i < 2:
             weight = weights[i]
@@ -149,6 +155,7 @@ def main() -> None:
     check_rope(2, 5, 16, 8, 64, norms=False)
     check_rope(1, 3, 24, 8, 128, norms=True)  # three blocks of q
     check_rope(1, 2, 4, 2, 256, norms=True)
+    check_rope(1, 3, 16, 4, 128, norms=False, splits=(2, 8, 1))
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def combine(width: int) -> Machine:
     )
 
 
-def rope(q_width: int, k_width: int, head_dim: int) -> Machine:
+def rope(q_width: int, k_width: int, head_dim: int, splits: int = 1) -> Machine:
     row = q_width + 2 * k_width
-    sources = tuple((width, Source(splits=1, row_stride=row)) for width in (q_width, k_width, k_width))
+    sources = tuple((width, Source(splits=splits, row_stride=row)) for width in (q_width, k_width, k_width))
     shape = dense_rope.shape_of(head_dim, sources)
     return machine(dense_rope.dense_rope_kernel, SHAPE=shape, ASM=warp.ASM)
 
@@ -92,6 +92,7 @@ CASES = {  # what is compiled, its values a lane, most instructions for each
     "gate, experts": (lambda: gate(768, experts=True), 16, 55),
     "combine, experts": (lambda: combine(2048), 64, 20),
     "rope, 8B": (lambda: rope(4096, 1024, 128), 192, 20),
+    "rope, partial sums": (lambda: rope(4096, 1024, 128, splits=8), 192, 30),
 }
 
 
@@ -131,8 +132,8 @@ def test_the_gate_takes_products_of_many_tokens() -> None:
     ("m", "widths", "head_dim", "taken"),
     [
         (1025, (4096, 1024, 1024), 128, True),
-        (1025, (2048, 512, 512), 64, True),
-        (1024, (4096, 1024, 1024), 128, False),  # `rotated_rope.py`
+        (128, (2048, 512, 512), 64, True),
+        (127, (4096, 1024, 1024), 128, False),  # `rotated_rope.py`
         (1025, (4096, 256, 256), 128, False),  # blocks of 256
         (1025, (8192, 1024, 1024), 128, False),  # of 8192
         (1025, (4096, 1024, 1024), 32, False),

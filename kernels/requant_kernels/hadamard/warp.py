@@ -284,10 +284,26 @@ def load_block(pointer, first, apart, VECTORS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def load_words(pointer, first, apart, VECTORS: tl.constexpr, ASM: tl.constexpr):
     """The words of a lane's vectors, each followed by those of the one `apart`."""
+    return load_sums(pointer, first, apart, 0, 1, VECTORS, ASM)
+
+
+@triton.jit
+def load_sums(pointer, first, apart, matrix, SPLITS: tl.constexpr, VECTORS: tl.constexpr, ASM: tl.constexpr):
+    """The same of SPLITS matrices, `matrix` vectors apart, which are added in float16."""
+    ADD: tl.constexpr = ASM.add
     found = ()
     for v in tl.static_range(VECTORS // 2):
-        found = found + load_vector(pointer, first + v * 64, False, ASM)
-        found = found + load_vector(pointer, first + v * 64 + apart, False, ASM)
+        for half in tl.static_range(2):
+            own = load_vector(pointer, first + v * 64 + apart * half, False, ASM)
+            for split in tl.static_range(1, SPLITS):
+                other, words = (
+                    load_vector(pointer, first + split * matrix + v * 64 + apart * half, False, ASM),
+                    (),
+                )
+                for i in tl.static_range(4):
+                    words = words + (of_words(own[i], other[i], ADD),)
+                own = words
+            found = found + own
     return found
 
 

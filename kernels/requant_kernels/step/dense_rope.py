@@ -1,5 +1,6 @@
-"""`rotated_rope.py` for many tokens, after products by cuBLAS or in int8, without split-K: float16 input, transforms by
-`hadamard/warp.py`, in whose order the bit that tells the halves of a head apart is in a lane's pairs after a transform."""
+"""`rotated_rope.py` for many tokens, after products in float16, split-K or not: transforms by `hadamard/warp.py`, in whose
+order the bit that tells the halves of a head apart is in a lane's pairs after a transform. Partial sums are added in
+float16."""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
@@ -19,9 +20,10 @@ from requant_kernels.hadamard.warp import (
     NUM_WARPS,
     after,
     before,
+    block_pairs,
     lane_and_warp,
-    load_block,
     load_floats,
+    load_sums,
     mixed_groups,
     packed_vector,
     signs_of,
@@ -32,7 +34,8 @@ from requant_kernels.hadamard.warp import (
 from requant_kernels.step.rotated import output_of
 from requant_kernels.trellis.operands import Product, Source
 
-MIN_TOKENS, MIN_BLOCK = 1025, 512
+# with fewer, tiles of a token are split among warps (`rotated_rope.py`)
+MIN_TOKENS, MIN_BLOCK = 128, 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,7 @@ class DensePart:
     vectors: int  # of a lane's part of a block
     factor: float
     row: int  # of the product, in vectors
+    splits: int  # matrices of partial sums
     turns: bool  # by RoPE
     cached: bool
 
@@ -122,8 +126,11 @@ def _finish_part(
     read, start = tl.minimum(token, tokens - 1), block * (32 * VECTORS)
     held = after(lane, 32, G)
     signs = signs_of(lane, False)
-    pairs = load_block(product_ptr, read * PART.row + start + before(lane, G), 32, VECTORS, ASM)
-    pairs = mixed_groups(pairs, ASM)
+    SPLITS: tl.constexpr = PART.splits
+    words = load_sums(
+        product_ptr, read * PART.row + start + before(lane, G), 32, tokens.to(tl.int64) * PART.row, SPLITS, VECTORS, ASM
+    )  # fmt: skip
+    pairs = mixed_groups(block_pairs(words, ASM), ASM)
     inside = token < tokens
     if PART.cached:
         position = tl.load(position_ptr) + token % per_text
@@ -196,7 +203,6 @@ def supports(parts: Sequence[Product], norms: Sequence[Tensor | None], keys: Ten
         and all(
             part.values.dtype == torch.float16
             and part.values.shape[-2] >= MIN_TOKENS
-            and part.source.splits == 1
             and MIN_BLOCK <= part.values.shape[-1] & -part.values.shape[-1] <= warp.BLOCKS[1]
             and warp.readable(part.values, part.output_scales, part.bias)
             for part in parts
@@ -229,7 +235,7 @@ def shape_of(head_dim: int, sources: tuple[tuple[int, Source], ...]) -> DenseRop
     q, k, v = (
         DensePart(
             blocks=width // (width & -width), vectors=(width & -width) // 256, row=source.row_stride // 8,
-            factor=warp.factor_of(width & -width) * source.scale, turns=index < 2, cached=index > 0,
+            splits=source.splits, factor=warp.factor_of(width & -width) * source.scale, turns=index < 2, cached=index > 0,
         )
         for index, (width, source) in enumerate(sources)
     )  # fmt: skip
