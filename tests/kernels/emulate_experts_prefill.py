@@ -19,6 +19,7 @@ from cases import random_trellis, relative_error, rotated
 from emulated_assembly import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts import gemm, prefill
+from requant_kernels.experts import route as route_module
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
@@ -182,10 +183,13 @@ def rotated_by_reference(x: torch.Tensor, layout: TrellisLayout) -> torch.Tensor
 
 def check_routes() -> None:
     """Every slot is a row of its expert, and every row is in one group."""
-    for m, s, experts, per_group in ((300, 4, 5, 32), (1, 2, 9, 64), (700, 1, 1, 256), (40, 8, 128, 32)):
+    for m, s, experts, per_group, ctas in (
+        (300, 4, 5, 32, 128), (1, 2, 9, 64, 128), (700, 1, 1, 256, 128), (40, 8, 128, 32, 128), (90, 8, 128, 32, 2),
+    ):  # fmt: skip
         chosen = (torch.rand(m, experts) * torch.rand(experts)).argsort(1)[:, :s]
         stack: Any = type("Stack", (), {"experts": experts})
-        found = route(chosen, stack, per_group=per_group)
+        with mock.patch.object(route_module, "MOST_CTAS", ctas):
+            found = route(chosen, stack, per_group=per_group)
         rows, slots = found.rows.long(), chosen.flatten()
         assert torch.equal(rows.sort().values, torch.arange(m * s))
         assert torch.equal(found.experts[rows].long(), slots)

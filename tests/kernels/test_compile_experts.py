@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.experts.gemv import Slots, experts_gemv_kernel  # noqa: E402
-from requant_kernels.experts.route import MANY_BLOCKS, ONE_HOT, count_kernel, gather_kernel, route_kernel  # noqa: E402
+from requant_kernels.experts.route import COUNTS, ONE_HOT, count_kernel, gather_kernel, route_kernel  # noqa: E402
 from requant_kernels.experts.router import choose_kernel, logits_kernel  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.launch_config import Shape  # noqa: E402
@@ -126,7 +126,7 @@ def test_a_router_is_small_and_does_not_spill() -> None:
 def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) -> None:
     """128 experts, 8 a token."""
     block = ONE_HOT // 128
-    integers = dict.fromkeys(("slots", "blocks", "groups", "k"), "i32")
+    integers = dict.fromkeys(("slots", "blocks", "ctas", "groups", "k"), "i32")
     names = "experts_ptr", "counts_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"
     pointers: dict[str, Any] = integers | dict.fromkeys(names, "*i32") | {"by_row_ptr": "*i16"}
     machine = compile_kernel(
@@ -139,7 +139,7 @@ def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) 
         "N": per_group,
         "BLOCK": block,
         "GROUPS": 32,
-        "BLOCKS": MANY_BLOCKS,
+        "COUNTS": COUNTS,
     }
     machine = compile_kernel(route_kernel, constants, capability=90, pointers=pointers, warps=8)
     assert machine.stack == 0 and machine.instructions < 4500
