@@ -357,13 +357,49 @@ def _pack_scales(side: str, scales: Float16[Tensor, " k"], *, signs: bool) -> di
     return {f"{side}_signs": pack_bits(negative[None], bits=1), f"{side}_magnitude": scales.abs()[:1]}
 
 
-def _unpack_scales(side: str, tensors: Mapping[str, Tensor], count: int) -> Float16[Tensor, " k"]:
+def kernel_layouts(
+    spec: TrellisSpec, matrices: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> list[TrellisLayout]:
+    """What `unpack` and then `kernel_layout` give for the tensors of several matrices of one spec: in as many operations as
+    for one, since rows of tiles are independent. The layouts' codes share memory. n is a multiple of 16.
+
+    Raises ValueError for codes that no kernel takes.
+    """
+    count, (n, k) = len(matrices), spec.shape
+    tensors = {suffix: torch.stack([m[suffix] for m in matrices]).to(device) for suffix in spec.tensors()}
+    rows, columns, words = tensors["codes"].shape[1:]
+    tiles = unpack_tiles(tensors["codes"].view(-1, words), bits=spec.bits)
+    input_scales = _unpack_scales("input", tensors, k) if spec.rotates_input else None
+    output_scales = _unpack_scales("output", tensors, n)
+    joined = pack_trellis(
+        from_tiles(tiles, (count * rows * TILE, columns * TILE)),
+        None if input_scales is None else input_scales[0],
+        output_scales.flatten(),
+        bits=spec.bits,
+        code=spec.code,
+        rotates_output=spec.rotates_output,
+    )
+    return [
+        replace(
+            joined,
+            packed_codes=codes,
+            input_scales=None if input_scales is None else input_scales[i],
+            output_scales=output_scales[i],
+            n=n,
+        )
+        for i, codes in enumerate(joined.packed_codes.chunk(count))
+    ]
+
+
+def _unpack_scales(side: str, tensors: Mapping[str, Tensor], count: int) -> Float16[Tensor, "*b k"]:
+    """Of one matrix, or of several whose tensors are stacked."""
     scales, magnitude = tensors.get(f"{side}_scales"), tensors.get(f"{side}_magnitude")
     if scales is not None:
         return scales if magnitude is None else decode(scales, magnitude)
     assert magnitude is not None
-    negative = unpack_bits(tensors[f"{side}_signs"], bits=1, k=count)[0].bool()
-    return torch.where(negative, -magnitude, magnitude)
+    signs = tensors[f"{side}_signs"]
+    negative = unpack_bits(signs.view(-1, signs.shape[-1]), bits=1, k=count).view(*signs.shape[:-2], count)
+    return torch.where(negative.bool(), -magnitude, magnitude)
 
 
 def _end_of_codes(size: int, start: int, stop: int, side: str, *, rotated: bool) -> int:

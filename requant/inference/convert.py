@@ -3,6 +3,7 @@
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
 Trellis codes of equal bits are joined too: one rotation of x, one product, and a rotation back for neighbours of equal size.
+A mixture has thousands of matrices, so those of a layer's experts that are stored alike are unpacked and packed together.
 
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
 buffers: memory is then the packed size. 2:4 matrices of 16-bit values become `SemiStructuredLinear`. A matrix that no kernel
@@ -21,9 +22,10 @@ from requant_kernels import Layout, TrellisLayout
 from requant_kernels.dispatch import shape_of
 from torch import Tensor, nn
 
-from requant.formats.packed_spec import GUARD_TENSOR
+from requant.formats.hadamard import TILE
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_key, join_rows
-from requant.formats.trellis import Trellis
+from requant.formats.trellis import Trellis, TrellisSpec, kernel_layouts
 from requant.inference.kernel_check import TOKENS, KernelCheck, kind_of
 from requant.inference.kernel_layers import (
     BandedLinear,
@@ -35,11 +37,12 @@ from requant.inference.kernel_layers import (
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.inference.semi_structured_linear import has_sparse_products, semi_structured_linear
-from requant.models.experts import Expert
+from requant.models.experts import Expert, Experts
 from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
 AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
+CODES_AT_ONCE = 1 << 25  # unpacked together: each takes some 20 bytes meanwhile
 # tokens that bands are checked with: those whose products may be one launch
 ONE_LAUNCH = tuple(tokens for tokens in TOKENS if tokens <= 16)
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
         linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         check = KernelCheck(model.dtype)
         with stream_kept(model):
+            for layer in [module for module in model.modules() if isinstance(module, Experts)]:
+                _convert_experts(layer, device, check)
             for parent in list(model.modules()):
                 _convert_children(parent, device, refused, unjoined, check)
             for name, embedding in embeddings.items():
@@ -91,6 +96,30 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
         if isinstance(layer, KernelLinear) and layer.packed_codes.is_cuda:
             shapes.setdefault(shape_of(layer.layout, 1), layer.layout)
     return tune(list(shapes.values()), tokens)
+
+
+def _convert_experts(experts: Experts, device: torch.device, check: KernelCheck) -> None:
+    """Trellis matrices of a layer's experts, those of one spec together, as a layer may have hundreds. Those of which the
+    first one is refused remain, as others do, for `_convert_children`."""
+    alike: dict[PackedSpec, list[tuple[nn.Module, str, QuantLinear]]] = defaultdict(list)
+    for parent in experts:
+        for name, child in parent.named_children():
+            if isinstance(child, QuantLinear) and isinstance(child.spec.dense, TrellisSpec):
+                alike[child.spec].append((parent, name, child))
+    for spec, members in alike.items():
+        dense = spec.dense
+        if spec.sparse is not None or spec.shape[0] % TILE or not isinstance(dense, TrellisSpec):
+            continue
+        try:
+            kernel_linear(members[0][2].quantized(device), check)
+        except ValueError:
+            continue
+        most = max(1, CODES_AT_ONCE // dense.num_codes)
+        for start in range(0, len(members), most):
+            own = members[start : start + most]
+            layouts = kernel_layouts(dense, [child.tensors for _, _, child in own], device)
+            for (parent, name, child), layout in zip(own, layouts, strict=True):
+                setattr(parent, name, KernelLinear(layout, _joined_bias([child], device)))
 
 
 def _convert_children(

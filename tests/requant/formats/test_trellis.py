@@ -1,3 +1,6 @@
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from requant_kernels import linear
@@ -7,7 +10,7 @@ from requant.errors import CheckpointError, InputError
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, join_rows, pack, slice_columns, slice_rows
-from requant.formats.trellis import Trellis, TrellisSpec, pack_tiles, unpack_tiles
+from requant.formats.trellis import Trellis, TrellisSpec, kernel_layouts, pack_tiles, unpack_tiles
 from requant.formats.trellis_codes import from_tiles, step_bits
 
 
@@ -114,3 +117,32 @@ def test_matrices_with_one_rotation_of_the_input_join(random_trellis) -> None:
 def test_what_is_not_rotated_stores_no_signs(random_trellis) -> None:
     plain = random_trellis(16, 32, rotate_input=False, rotate_output=False)
     assert pack(plain)[1].keys() == {"codes", "output_scales", "output_magnitude"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind"),
+    [
+        (2, {"input_signs": True, "output_scales": "int8"}),
+        (2.25, {"input_signs": True, "output_signs": True}),
+        (3, {}),
+    ],
+)
+def test_layouts_of_many_matrices_are_those_of_each(bits: float, kind: dict[str, Any]) -> None:
+    """Also where columns are padded."""
+    spec = TrellisSpec(bits=bits, shape=(48, 72), code="mul1", **kind)
+    matrices = []
+    for _ in range(3):
+        own = {}
+        for suffix, tensor in spec.tensors().items():
+            integers = not tensor.dtype.is_floating_point
+            high = torch.iinfo(tensor.dtype).max if integers else 2
+            values = torch.randint(1, high, tensor.shape) if integers else torch.rand(tensor.shape) + 0.5
+            own[suffix] = values.to(tensor.dtype)
+        matrices.append(own)
+    found = kernel_layouts(spec, matrices, torch.device("cpu"))
+    for layout, tensors in zip(found, matrices, strict=True):
+        wanted = spec.unpack(tensors).kernel_layout(None)
+        for field in dataclasses.fields(wanted):
+            own, other = getattr(layout, field.name), getattr(wanted, field.name)
+            assert torch.equal(own, other) if isinstance(other, torch.Tensor) else own == other, field.name
+        assert layout.packed_codes.is_contiguous()
