@@ -28,12 +28,8 @@ class TrellisMixture:
         self, block: Any, step: ExpertsStep | None, prefill: tuple[Router, ExpertsPrefill] | None
     ) -> None:
         """`step`: of few tokens; `prefill`: of more, with the router; None of both: the mixture's own modules are called."""
-        self.norm, self.mixture, self.step, self.prefill = (
-            block.post_attention_layernorm,
-            block.mlp,
-            step,
-            prefill,
-        )
+        self.norm, self.mixture = block.post_attention_layernorm, block.mlp
+        self.step, self.prefill = step, prefill
 
     def __call__(self, x: Float[Tensor, "b d"], delta: Product) -> None:
         """x becomes x + delta, and what the experts make of that is added."""

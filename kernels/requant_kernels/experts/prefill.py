@@ -54,10 +54,9 @@ def experts_prefill(
     """
     slots = MAX_BYTES // bytes_of_row(gate_up, down, x.dtype)
     tokens, weights = max(1, slots // experts.shape[1]), weights.contiguous()
-    adds, y = (
-        into is not None,
-        torch.empty(len(x), down.n, dtype=x.dtype, device=x.device) if into is None else into,
-    )
+    adds, y = into is not None, into
+    if y is None:
+        y = torch.empty(len(x), down.n, dtype=x.dtype, device=x.device)
     parts = zip(x.split(tokens), experts.split(tokens), weights.split(tokens), y.split(tokens), strict=True)
     for part in parts:
         _pass(*part, gate_up, down, gated, tokens_per_cta, adds=adds, asm=asm)

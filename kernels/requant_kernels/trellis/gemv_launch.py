@@ -135,8 +135,7 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
 def trellis_slots(shapes: Sequence[Shape], slots: int, device: torch.device) -> TrellisGemvConfig:
     """One token times each of `slots` matrices of equal sizes, which have one of several widths each (`experts/gemv.py`), by
     a rule that no table replaces. Measured up to 4 bits (`eval/results/experts-launches-h200.json`), where four warps are
-    best, and for many slots with few columns two. All warps of a launch wait for its widest matrix: steps are long only
-    where every width has many units."""
+    best, and for many slots with few columns two. Steps are long only where every width has units for them."""
     k, tiles = shapes[0].k, -(-shapes[0].n // ROWS)
     units = min(-(-k // (64 * k64_per_unit(round(4 * shape.bits)))) for shape in shapes)
     many = slots >= MANY_SLOTS
