@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from requant_kernels.experts import dense_combine
 from requant_kernels.hadamard import warp
+from requant_kernels.hadamard.warp_ptx import ASM
 from requant_kernels.step import dense_gate, dense_rope
 from requant_kernels.step.rotated import ASSEMBLY
 from requant_kernels.trellis.operands import ActivationForm, Product, Source
@@ -79,7 +80,7 @@ def rope(q_width: int, k_width: int, head_dim: int, splits: int = 1) -> Machine:
     row = q_width + 2 * k_width
     sources = tuple((width, Source(splits=splits, row_stride=row)) for width in (q_width, k_width, k_width))
     shape = dense_rope.shape_of(head_dim, sources)
-    return machine(dense_rope.dense_rope_kernel, SHAPE=shape, ASM=warp.ASM)
+    return machine(dense_rope.dense_rope_kernel, SHAPE=shape, ASM=ASM)
 
 
 CASES = {  # what is compiled, its values a lane, most instructions for each

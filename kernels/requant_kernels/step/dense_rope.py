@@ -31,6 +31,7 @@ from requant_kernels.hadamard.warp import (
     sum_of_lanes,
     two_vectors,
 )
+from requant_kernels.hadamard.warp_ptx import ASM
 from requant_kernels.step.rotated import output_of
 from requant_kernels.trellis.operands import Product, Source
 
@@ -225,7 +226,7 @@ def dense_rope(
             *(part.values for part in parts), *(part.output_scales for part in parts), *(part.bias for part in parts),
             *norms, *where, *(stride // 8 for stride in strides), eps, m,
         ),
-        interned(SHAPE=shape, ASM=warp.ASM, num_warps=NUM_WARPS, num_stages=1),
+        interned(SHAPE=shape, ASM=ASM, num_warps=NUM_WARPS, num_stages=1),
     )  # fmt: skip
 
 
