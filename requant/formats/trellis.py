@@ -12,7 +12,7 @@ input is already rotated has no input scales, `w~ = diag(output_scales) H V`: th
 output is not rotated has `w~ = diag(output_scales) V H diag(input_scales)`, and a scale for every single row.
 
 `bits` may be a multiple of a quarter (`trellis_codes.step_bits`): some of four neighbouring codes then have one bit more.
-The bits that all codes of a tile have are stored first, then, in the same order, the highest bit of the longer codes.
+`trellis_bits.py` says how they are stored.
 
 A weight is a sum over a Hadamard block, so on a rotated side a matrix can only be cut between blocks, and only if the
 slice by itself has blocks of the same size. That is rare: most matrices are one block, or a few, in either direction. A
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Float16, Int32, UInt8
+from jaxtyping import Float, Float16, UInt8
 from requant_kernels import TrellisLayout, pack_trellis
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from requant.formats.int8 import WIDEST_CODE, decode, encode, fake_quantize_int8
 from requant.formats.json_entry import FLAG, MAX_BITS, choice, matrix_shape, whole_bits
 from requant.formats.magnitude import too_large
 from requant.formats.tensor_spec import TensorSpec, float16_spec, int8_spec, int32_spec
+from requant.formats.trellis_bits import pack_tiles, unpack_tiles
 from requant.formats.trellis_codes import (
     CODES,
     PERIOD,
@@ -44,7 +45,6 @@ from requant.formats.trellis_codes import (
     code_values,
     from_tiles,
     states_of_codes,
-    step_bits,
     to_tiles,
 )
 
@@ -312,33 +312,6 @@ class TrellisSpec:
         )
 
 
-def pack_tiles(tiles: UInt8[Tensor, "b 256"], *, bits: int | float) -> Int32[Tensor, "b w"]:
-    """Tiles at `bits` bits per weight, a quarter or whole."""
-    whole, longer = _longer_codes(bits)
-    rows = pack_bits(tiles & ((1 << whole) - 1), bits=whole)
-    if not longer:
-        return rows
-    highest = tiles.unflatten(1, (-1, PERIOD))[:, :, longer].flatten(1) >> whole
-    return torch.cat([rows, pack_bits(highest, bits=1)], dim=1)
-
-
-def unpack_tiles(packed: Int32[Tensor, "b w"], *, bits: int | float) -> UInt8[Tensor, "b 256"]:
-    """The inverse of `pack_tiles`."""
-    whole, longer = _longer_codes(bits)
-    split = word_count(TILE_WEIGHTS, whole)
-    tiles = unpack_bits(packed[:, :split], bits=whole, k=TILE_WEIGHTS)
-    if longer:
-        highest = unpack_bits(packed[:, split:], bits=1, k=TILE_WEIGHTS // PERIOD * len(longer))
-        tiles.unflatten(1, (-1, PERIOD))[:, :, longer] |= highest.unflatten(1, (-1, len(longer))) << whole
-    return tiles
-
-
-def _longer_codes(bits: int | float) -> tuple[int, list[int]]:
-    """The bits that every code has, and which of PERIOD codes have one more."""
-    whole = int(bits)
-    return whole, [] if bits == whole else [i for i, own in enumerate(step_bits(bits)) if own > whole]
-
-
 def _has_one_magnitude(scales: Float16[Tensor, " k"]) -> bool:
     magnitude = scales.abs()
     return not (magnitude != magnitude[0]).any()
@@ -371,14 +344,14 @@ def kernel_layouts(
     tiles = unpack_tiles(tensors["codes"].view(-1, words), bits=spec.bits)
     input_scales = _unpack_scales("input", tensors, k) if spec.rotates_input else None
     output_scales = _unpack_scales("output", tensors, n)
-    joined = pack_trellis(
-        from_tiles(tiles, (count * rows * TILE, columns * TILE)),
-        None if input_scales is None else input_scales[0],
-        output_scales.flatten(),
+    joined = Trellis(
+        codes=from_tiles(tiles, (count * rows * TILE, columns * TILE)),
+        input_scales=None if input_scales is None else input_scales[0],
+        output_scales=output_scales.flatten(),
         bits=spec.bits,
         code=spec.code,
         rotates_output=spec.rotates_output,
-    )
+    ).kernel_layout(None)
     return [
         replace(
             joined,

@@ -10,7 +10,8 @@ from requant.errors import CheckpointError, InputError
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, join_rows, pack, slice_columns, slice_rows
-from requant.formats.trellis import Trellis, TrellisSpec, kernel_layouts, pack_tiles, unpack_tiles
+from requant.formats.trellis import Trellis, TrellisSpec, kernel_layouts
+from requant.formats.trellis_bits import pack_tiles, unpack_tiles
 from requant.formats.trellis_codes import from_tiles, step_bits
 
 
