@@ -78,7 +78,7 @@ def experts_gemv(
     x: RotatedActivations, stack: ExpertStack, experts: Tensor, *, per_token: int, config: TrellisGemvConfig | None = None
 ) -> Tensor:  # fmt: skip
     """V times rotated activations for every slot, float32 [parts * slots, rows]; slot i of a part reads row i / per_token of
-    x. `experts`: int [slots], any of the stack's; `config`: in place of the rule's."""
+    x. `experts`: int [slots], any of the stack's; `config`: instead of the rule's."""
     device, total, tiles = experts.device, stack.parts * len(experts), -(-stack.n // TILE)
     slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
     ctas, columns, constants = _program(

@@ -49,16 +49,8 @@ def _outputs(z, scales_ptr, bias_ptr, at, FACTOR: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _scaled_up(
-    z,
-    scales_ptr,
-    bias_ptr,
-    input_scales_ptr,
-    own_at,
-    at,
-    FACTOR: tl.constexpr,
-    NEXT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    z, scales_ptr, bias_ptr, input_scales_ptr, own_at, at, FACTOR: tl.constexpr, NEXT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """A vector of `up`, times the scales of the next input, at `at`, and NEXT, its factor."""
     MULTIPLY: tl.constexpr = ASM.multiply
     found = ()

@@ -103,8 +103,9 @@ GROUP_TOKENS = (32, 64, 256)  # most tokens of one expert per CTA
 def group_tokens(slots: int, experts: int) -> int:
     """Tokens per CTA of `slots` tokens divided among `experts` matrices; a CTA has tokens of one expert (`experts/gemm.py`).
 
-    Weights are decoded once per CTA, and an expert's last CTA is half full on average. On an H200, 32 were best at 8 tokens
-    per expert, 64 at 32 and at 128 (2 to 9 % less time than 128), and 256 at 256 (`eval/results/experts-prefill-h200.json`).
+    Weights are decoded once per CTA, and an expert's last CTA is half full on average. On an H200 32 were best at 8 tokens
+    per expert, 64 at 32 and at 128 (3 % less time than 128 with thirteen widths, 9 % with one of `pair`), and in an earlier
+    form of the kernel 256 at 256 (`eval/results/experts-prefill-h200.json`).
     """
     per_expert = slots / experts
     return 32 if per_expert <= 16 else 64 if per_expert <= 192 else 256
